@@ -1,0 +1,434 @@
+"""The loop that computes: one thread steps all running sequences together and swaps weights between two steps.
+
+Every token is stamped with the version whose weights computed it. Knows no HTTP and no weight store.
+Shapes: T packed tokens, N sampled rows, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from rollmill.engine.kv import KVCache, StepAttention
+from rollmill.engine.metrics import Metrics
+from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest, Health, Pressure, Timing
+from rollmill.engine.sampling import sample
+from rollmill.engine.scheduler import QueueFull, Scheduler, Sequence, SequenceState, Step, Update
+from rollmill.engine.slots import Slots
+from rollmill.model import Model, ModelConfig
+from rollmill.weights import Fingerprint, WrongWeights, fingerprint
+
+log = logging.getLogger(__name__)
+Posted = list[tuple[Sequence, Update]]
+
+
+class EnginePhase(StrEnum):
+    """STARTING -> SERVING -> STOPPED, or FAILED from anywhere; only SERVING takes requests."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class NotServing(RuntimeError):
+    """The engine holds no verified weights, or has ended."""
+
+
+class VersionMismatch(RuntimeError):
+    """The served version does not meet the request's constraint."""
+
+
+class Offer(Protocol):
+    """Weights prepared on the side, ready to be copied in."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]: ...
+
+
+class _PendingSwap:
+    def __init__(self, offer: Offer, confirm: Callable[[Fingerprint], None]) -> None:
+        self.offer, self.confirm = offer, confirm
+        self.outcome: Future[bool] = Future()
+
+
+class Engine:
+    """A model, its cache and its queue. `start` it, `submit` from any thread, `close` it."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: ModelConfig,
+        *,
+        version: int | None = None,
+        num_slots: int = 32,
+        max_len: int | None = None,
+        max_waiting: int = 256,
+        step_tokens: int = 1024,
+        num_threads: int | None = None,
+        post: Callable[[Posted], None] | None = None,
+    ) -> None:
+        """`version` names the weights the model holds now; None waits for the first `offer`. `post` carries updates to their thread."""
+        self.max_len = min(max_len or config.max_position, config.max_position)
+        for name, value, least in (
+            ("num_slots", num_slots, 1),
+            ("max_len", self.max_len, 2),
+            ("max_waiting", max_waiting, 1),
+            ("step_tokens", step_tokens, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name} is {value}, it must be at least {least}")
+        self.model, self.config, self.metrics = model, config, Metrics()
+        self._num_threads, self._post = num_threads, post or deliver
+        live = next(model.parameters())
+        self._device = live.device
+        self._cache = KVCache(config, num_rows=num_slots, max_len=self.max_len, dtype=live.dtype, device=live.device)
+        self.scheduler = Scheduler(Slots(num_slots, self._cache), max_waiting=max_waiting, step_tokens=step_tokens)
+        self._keys = itertools.count()
+        self._by_key: dict[int, Sequence] = {}
+        self._cond = threading.Condition()
+        self._inbox: list[Sequence] = []
+        self._cancels: list[int] = []
+        self._pending: _PendingSwap | None = None
+        self._stopping = False
+        self._lanes_for: list[Sequence] = []
+        self._lanes: dict[str, np.ndarray] = {}
+        # What the live weights must be put back to when a swap turns out wrong.
+        self._held: dict[str, torch.Tensor] = model.serving_tensors()
+        self.version, self.fingerprint, self.note = -1, "", ""
+        self.follow_problem = ""
+        """Set by whoever follows the weight store: why newer weights do not arrive."""
+        self.phase = EnginePhase.STARTING
+        if version is not None:
+            self.version, self.fingerprint, self.phase = version, fingerprint(self._held).total, EnginePhase.SERVING
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # Any thread.
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: GenerateRequest, on_update: Callable[[Sequence, Update], None], *, streams: bool = False) -> Sequence:
+        """Queue a request. `on_update` hears every step's tokens when `streams`, and always the end."""
+        request.check(vocab_size=self.config.vocab_size, max_len=self.max_len)
+        seed = request.seed if request.seed is not None else secrets.randbits(63)
+        seq = Sequence(key=next(self._keys), request=request, seed=seed, arrived_at=time.monotonic(), on_update=on_update, streams=streams)
+        with self._cond:
+            if self.phase is not EnginePhase.SERVING or self._stopping:
+                raise NotServing(f"the engine is {self.phase}{': ' + self.note if self.note else ''}; try again later")
+            self._check_version(request)
+            if len(self._inbox) >= self.scheduler.num_room:
+                raise QueueFull(f"{len(self._inbox) + len(self.scheduler.waiting)} requests wait already; try again later")
+            self._inbox.append(seq)
+            self._cond.notify()
+        return seq
+
+    def generate(self, request: GenerateRequest) -> Future[GenerateReply]:
+        """Queue a request and get its reply later."""
+        future: Future[GenerateReply] = Future()
+        self.submit(request, lambda seq, update: future.set_result(reply_of(seq)))
+        return future
+
+    def cancel(self, seq: Sequence) -> None:
+        """End a request early; one that has ended already is left alone."""
+        with self._cond:
+            self._cancels.append(seq.key)
+            self._cond.notify()
+
+    def offer(self, offer: Offer, confirm: Callable[[Fingerprint], None]) -> Future[bool]:
+        """Ask for a swap at the next step boundary. The result says whether `confirm` accepted the live weights."""
+        pending = _PendingSwap(offer, confirm)
+        with self._cond:
+            assert self._pending is None, "one swap at a time"
+            if self._stopping or self.phase is EnginePhase.FAILED:
+                pending.outcome.set_result(False)
+            else:
+                self._pending = pending
+                self._cond.notify()
+        return pending.outcome
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop stepping; what has not ended is cancelled."""
+        with self._cond:
+            self._stopping = True
+            self._cond.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def pressure(self) -> Pressure:
+        running = list(self.scheduler.running)
+        return Pressure(
+            running=len(running),
+            waiting=len(self.scheduler.waiting) + len(self._inbox),
+            slots=self._cache.num_rows,
+            kv_used_frac=sum(seq.num_computed for seq in running) / (self._cache.num_rows * self.max_len),
+            version=self.version,
+            tokens_per_s=self.metrics.tokens_per_s(time.monotonic()),
+        )
+
+    def health(self) -> Health:
+        p = self.pressure()
+        note = self.note or self.follow_problem
+        return Health(phase=self.phase, version=self.version, fingerprint=self.fingerprint, running=p.running, waiting=p.waiting, note=note)
+
+    def _check_version(self, request: GenerateRequest) -> None:
+        if request.min_version is not None and self.version < request.min_version:
+            raise VersionMismatch(f"version {self.version} is served, the request needs at least {request.min_version}")
+        if request.exact_version is not None and self.version != request.exact_version:
+            raise VersionMismatch(f"version {self.version} is served, the request needs exactly {request.exact_version}")
+
+    # The engine's thread.
+
+    def _run(self) -> None:
+        # OpenMP keeps the thread count per calling thread, so it is set here.
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
+        try:
+            while self._wait_for_work():
+                self._expire()
+                self._step()
+            if self.phase is not EnginePhase.FAILED:
+                self.phase = EnginePhase.STOPPED
+        finally:
+            # An exception goes on to threading.excepthook, which prints it; nobody is left waiting for it.
+            if self.phase not in (EnginePhase.STOPPED, EnginePhase.FAILED):
+                self._fail("the engine's loop crashed; see its log")
+            self._end_all()
+
+    def _wait_for_work(self) -> bool:
+        """Take in what other threads left; sleep when there is nothing to compute. False when it is time to stop."""
+        with self._cond:
+            while not (self._stopping or self._inbox or self._cancels or self._pending or self.scheduler.waiting or self.scheduler.running):
+                self._cond.wait()
+            if self._stopping:
+                return False
+            inbox, self._inbox = self._inbox, []
+            for seq in inbox:
+                self._by_key[seq.key] = seq
+                self.scheduler.submit(seq)
+            cancels, self._cancels = self._cancels, []
+            pending, self._pending = self._pending, None
+        for key in cancels:
+            if key in self._by_key:
+                self._finish([(self._by_key[key], FinishReason.CANCELLED)])
+        for seq in inbox:
+            # The weights may have moved on between the caller's check and now.
+            if seq.request.exact_version not in (None, self.version) and seq.state is SequenceState.WAITING:
+                self._finish([(seq, FinishReason.VERSION)])
+        if pending:
+            self._swap(pending)
+        return True
+
+    def _expire(self) -> None:
+        if overdue := self.scheduler.overdue(time.monotonic()):
+            self._finish([(seq, FinishReason.DEADLINE) for seq in overdue])
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        if self.phase is not EnginePhase.SERVING:
+            return
+        began = time.monotonic()
+        step = self.scheduler.plan(began)
+        running = self.scheduler.running
+        if not running:
+            return
+        tokens, positions, last_of_chunk, sampled = self._gather(step, running)
+        lens_B = np.array(positions[: step.num_decode], np.int64)
+        attention = StepAttention(self._cache, decode_len_B=lens_B, chunks=step.chunks)
+        hidden_TD = self.model(torch.tensor(tokens, device=self._device), torch.tensor(positions, device=self._device), attention)
+        for chunk in step.chunks:
+            running[chunk.row].num_computed = chunk.end
+        for seq in running[: step.num_decode]:
+            seq.num_computed += 1
+        updates: Posted = []
+        if sampled:
+            rows = [*range(step.num_decode), *last_of_chunk]
+            hidden_ND = hidden_TD if len(rows) == len(hidden_TD) else hidden_TD[torch.tensor(rows, device=self._device)]
+            ids, logprobs = sample(self.model.logits(hidden_ND), **self._sampling_lanes(sampled))
+            now = time.monotonic()
+            ended = self._append(sampled, ids, logprobs, now)
+            updates = [(seq, self._news(seq)) for seq in sampled if seq.streams and seq.num_sent < seq.num_sampled]
+            self.metrics.count_tokens(len(sampled), now)
+            if ended:
+                self._finish(ended, updates)
+        self._observe(step, time.monotonic() - began)
+        if updates:
+            self._post(updates)
+
+    def _gather(self, step: Step, running: list[Sequence]) -> tuple[list[int], list[int], list[int], list[Sequence]]:
+        """Tokens and positions of the packed batch, the packed index of each chunk that completes its prompt, and whom to sample for."""
+        sampled = running[: step.num_decode]
+        tokens = [seq.tokens[-1] for seq in sampled]
+        positions = [seq.num_computed for seq in sampled]
+        last_of_chunk = []
+        for chunk in step.chunks:
+            seq = running[chunk.row]
+            tokens += seq.tokens[chunk.start : chunk.end]
+            positions += range(chunk.start, chunk.end)
+            if chunk.end == seq.num_prompt:
+                last_of_chunk.append(len(tokens) - 1)
+                sampled.append(seq)
+        return tokens, positions, last_of_chunk, sampled
+
+    def _sampling_lanes(self, sampled: list[Sequence]) -> dict[str, np.ndarray]:
+        """Sampling parameters as arrays; they change only when the batch's membership does."""
+        if sampled != self._lanes_for:
+            self._lanes_for = list(sampled)
+            self._lanes = {
+                "temperature_N": np.array([s.request.temperature for s in sampled], np.float64),
+                "top_p_N": np.array([s.request.top_p for s in sampled], np.float64),
+                "top_k_N": np.array([s.request.top_k for s in sampled], np.int64),
+                "seed_N": np.array([s.seed for s in sampled], np.int64),
+            }
+        return {**self._lanes, "position_N": np.array([len(s.tokens) for s in sampled], np.int64)}
+
+    def _append(self, sampled: list[Sequence], ids: list[int], logprobs: list[float], now: float) -> list[tuple[Sequence, FinishReason]]:
+        ended = []
+        for seq, token, logprob in zip(sampled, ids, logprobs, strict=True):
+            if logprob != logprob:
+                ended.append((seq, FinishReason.ERROR))
+                continue
+            seq.tokens.append(token)
+            seq.logprobs.append(logprob)
+            num_sampled = len(seq.logprobs)
+            if num_sampled == 1:
+                seq.first_token_at = now
+            if token in seq.stop_ids:
+                ended.append((seq, FinishReason.STOP))
+            elif num_sampled >= seq.request.max_tokens:
+                ended.append((seq, FinishReason.LENGTH))
+            elif len(seq.tokens) >= self.max_len:
+                ended.append((seq, FinishReason.CONTEXT))
+        return ended
+
+    @staticmethod
+    def _news(seq: Sequence, finished: FinishReason | None = None) -> Update:
+        start, seq.num_sent = seq.num_sent, seq.num_sampled
+        return Update(token_ids=seq.tokens[seq.num_prompt + start :], logprobs=seq.logprobs[start:], finished=finished)
+
+    def _finish(self, ended: list[tuple[Sequence, FinishReason]], updates: Posted | None = None) -> None:
+        """End sequences; their last updates join `updates`, or are posted at once when none is given."""
+        batch: Posted = [] if updates is None else updates
+        now = time.monotonic()
+        for seq, reason in ended:
+            if reason is FinishReason.ERROR and seq.row >= 0:
+                # A NaN left in the row would reach its next tenant through masked positions.
+                log.error("request %d: the model's logits are not numbers (version %d)", seq.key, self.version)
+                self._cache.clear_row(seq.row)
+            retain = reason in (FinishReason.STOP, FinishReason.LENGTH)
+            self.scheduler.finish(seq, reason, version=self.version, now=now, retain=retain)
+            del self._by_key[seq.key]
+            self.metrics.finished.labels(reason).inc()
+            batch.append((seq, self._news(seq, reason)))
+        if updates is None and batch:
+            self._post(batch)
+
+    def _observe(self, step: Step, took_s: float) -> None:
+        m = self.metrics
+        m.step_s.observe(took_s)
+        m.running.set(len(self.scheduler.running))
+        m.waiting.set(len(self.scheduler.waiting))
+        for seq in step.admitted:
+            m.queue_s.observe(seq.admitted_at - seq.arrived_at)
+            m.reused_tokens.inc(seq.num_reused)
+        if step.chunks:
+            m.prefill_tokens.inc(sum(c.end - c.start for c in step.chunks))
+
+    def _swap(self, pending: _PendingSwap) -> None:
+        """Copy the offered weights in, prove what runs now, or put the old ones back."""
+        began = time.monotonic()
+        offer = pending.offer
+        try:
+            self.model.load_serving(offer.tensors)
+            live = fingerprint(self.model.serving_tensors())
+            pending.confirm(live)
+        except (WrongWeights, ValueError) as error:
+            self._restore(offer, error)
+            accepted = False
+        else:
+            self._adopt(offer, live)
+            accepted = True
+        pause_s = time.monotonic() - began
+        self.metrics.swap_pause_s.observe(pause_s)
+        self.metrics.swaps.labels("confirmed" if accepted else "refused").inc()
+        log.info("swap to version %d: %s, pause %.1f ms", offer.version, "confirmed" if accepted else "refused", 1e3 * pause_s)
+        pending.outcome.set_result(accepted)
+
+    def _adopt(self, offer: Offer, live: Fingerprint) -> None:
+        for seq in self.scheduler.running:
+            seq.stamp(self.version)
+            seq.is_clean = False
+        self.scheduler.slots.forget_retained()
+        self._held.update(offer.tensors)
+        self.version, self.fingerprint, self.note = offer.version, live.total, ""
+        self.metrics.version.set(offer.version)
+        if self.phase is EnginePhase.STARTING:
+            self.phase = EnginePhase.SERVING
+        everyone = [*self.scheduler.waiting.values(), *self.scheduler.running]
+        if unmet := [(seq, FinishReason.VERSION) for seq in everyone if seq.request.exact_version not in (None, offer.version)]:
+            self._finish(unmet)
+
+    def _restore(self, offer: Offer, error: Exception) -> None:
+        self.model.load_serving(self._held)
+        self.note = f"version {offer.version} was refused and version {self.version} serves on: {error}"
+        log.error("%s", self.note)
+        if self.phase is EnginePhase.SERVING and fingerprint(self.model.serving_tensors()).total != self.fingerprint:
+            self._fail(f"the weights of version {self.version} could not be put back after a refused swap")
+            self._stopping = True
+
+    def _fail(self, note: str) -> None:
+        self.phase, self.note = EnginePhase.FAILED, note
+        log.error("engine failed: %s", note)
+
+    def _end_all(self) -> None:
+        """Nobody waits for an engine that has ended. Does not touch rows: after a crash they may be in any state."""
+        with self._cond:
+            self._stopping = True
+            orphans = [*self._by_key.values(), *self._inbox]
+            self._by_key, self._inbox = {}, []
+            pending, self._pending = self._pending, None
+        if pending:
+            pending.outcome.set_result(False)
+        reason = FinishReason.ERROR if self.phase is EnginePhase.FAILED else FinishReason.CANCELLED
+        for seq in orphans:
+            seq.end(reason, version=self.version, now=time.monotonic())
+            self.metrics.finished.labels(reason).inc()
+        if orphans:
+            self._post([(seq, self._news(seq, reason)) for seq in orphans])
+
+
+def deliver(batch: Posted) -> None:
+    """Hand updates to their listeners, on the calling thread."""
+    for seq, update in batch:
+        seq.on_update(seq, update)
+
+
+def reply_of(seq: Sequence) -> GenerateReply:
+    """The reply of a finished sequence."""
+    assert seq.finish_reason is not None, "the request still runs"
+    return GenerateReply(
+        token_ids=seq.tokens[seq.num_prompt :],
+        logprobs=np.asarray(seq.logprobs, "<f4").tobytes(),
+        spans=seq.spans,
+        finish_reason=seq.finish_reason,
+        seed=seq.seed,
+        num_reused=seq.num_reused,
+        timing=Timing(
+            queue_s=(seq.admitted_at or seq.finished_at) - seq.arrived_at,
+            first_token_s=seq.first_token_at - seq.arrived_at if seq.first_token_at else 0.0,
+            total_s=seq.finished_at - seq.arrived_at,
+        ),
+    )

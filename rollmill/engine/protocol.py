@@ -1,0 +1,174 @@
+"""The records of the native generate endpoint and their range checks; imports no torch, so that any process may speak to an engine.
+
+Logprobs travel as raw little-endian float32 bytes (base64 inside JSON), so that what the sampler computed arrives bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+
+import msgspec
+import numpy as np
+
+PROTOCOL_SCHEMA = 1
+MSGPACK = "application/msgpack"
+JSON = "application/json"
+MAX_SEED = 2**63 - 1
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """A stop token was sampled; it is the last of `token_ids`."""
+    LENGTH = "length"
+    """`max_tokens` were sampled."""
+    CONTEXT = "context"
+    """The engine's context length is used up."""
+    DEADLINE = "deadline"
+    """`deadline_s` passed; the tokens sampled until then are returned."""
+    CANCELLED = "cancelled"
+    """The client went away, or the engine was shut down."""
+    VERSION = "version"
+    """The weights were swapped beneath a request that asked for `exact_version`; the server answers 409."""
+    ERROR = "error"
+    """The model produced a logit that is not a number."""
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One continuation to sample.
+
+    >>> GenerateRequest(prompt_ids=[1, 2, 3], max_tokens=16, seed=7).temperature
+    1.0
+    """
+
+    schema: int = PROTOCOL_SCHEMA
+    prompt_ids: list[int]
+    """Token ids, at least one."""
+    max_tokens: int
+    """Most tokens to sample, from 1."""
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens whose probability reaches this; 1 is off."""
+    top_k: int = 0
+    """Sample from this many most likely tokens; 0 is off."""
+    seed: int | None = None
+    """Same seed, prompt and weights: same tokens, whoever else is in the batch. None draws one."""
+    stop_ids: list[int] = []
+    """Token ids that end the request."""
+    session: str | None = None
+    """Requests of one conversation carry the same key, and reuse its key/value cache while the weights stay the same."""
+    min_version: int | None = None
+    """Refuse (409) when the served weight version is older."""
+    exact_version: int | None = None
+    """Refuse (409) when the served weight version is any other."""
+    deadline_s: float | None = None
+    """Seconds after arrival at which the request ends with what it has."""
+
+    def check(self, *, vocab_size: int, max_len: int) -> None:
+        """Raise ValueError, naming field and value, for what this engine cannot serve."""
+        if self.schema != PROTOCOL_SCHEMA:
+            raise ValueError(f"schema is {self.schema}, this engine speaks {PROTOCOL_SCHEMA}")
+        if not self.prompt_ids:
+            raise ValueError("prompt_ids is empty; send at least one token")
+        if len(self.prompt_ids) >= max_len:
+            raise ValueError(
+                f"the prompt has {len(self.prompt_ids)} tokens, the context {max_len}, and one must be left to sample; shorten it"
+            )
+        for name, ids in (("prompt_ids", self.prompt_ids), ("stop_ids", self.stop_ids)):
+            if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+                bad = next(i for i in ids if not 0 <= i < vocab_size)
+                raise ValueError(f"{name} holds {bad}, token ids of this model go from 0 to {vocab_size - 1}")
+        if not 1 <= self.max_tokens < 2**31:
+            raise ValueError(f"max_tokens is {self.max_tokens}, it must be a count from 1 to 2**31 - 1")
+        if not (math.isfinite(self.temperature) and (self.temperature == 0 or 1e-3 <= self.temperature <= 100)):
+            raise ValueError(f"temperature is {self.temperature}, it must be 0 or between 0.001 and 100")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}, it must be above 0 and at most 1")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"top_k is {self.top_k}, it must be 0 (off) or a positive count")
+        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed is {self.seed}, it must be between 0 and 2**63 - 1")
+        if self.session is not None and not 0 < len(self.session) <= 256:
+            raise ValueError(f"session has {len(self.session)} characters, it must have 1 to 256")
+        if self.deadline_s is not None and not 0 < self.deadline_s <= 86400:
+            raise ValueError(f"deadline_s is {self.deadline_s}, it must be above 0 and at most 86400")
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Sampled tokens [start, end) came from weight version `version`."""
+
+    start: int
+    end: int
+    version: int
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the seconds of a request went."""
+
+    queue_s: float
+    """Arrival to admission."""
+    first_token_s: float
+    """Arrival to first sampled token; 0 when none was sampled."""
+    total_s: float
+    """Arrival to end."""
+
+
+class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What was sampled, with the evidence. Arrays have one entry per sampled token."""
+
+    schema: int = PROTOCOL_SCHEMA
+    token_ids: list[int]
+    logprobs: bytes
+    """float32 little-endian: log-softmax of logits / temperature at the sampled token, before top_p and top_k cut the tail."""
+    spans: list[VersionSpan]
+    """The weight version of every token, as stamped by the step that sampled it; spans touch and cover all tokens."""
+    finish_reason: FinishReason
+    seed: int
+    """The seed in force, drawn when the request had none."""
+    num_reused: int
+    """Prompt tokens whose keys and values came from the session's cache."""
+    timing: Timing
+
+    @property
+    def logprobs_T(self) -> np.ndarray:
+        return np.frombuffer(self.logprobs, "<f4")
+
+    @property
+    def versions_T(self) -> np.ndarray:
+        """int32[T]: the weight version of each sampled token."""
+        out = np.empty(len(self.token_ids), np.int32)
+        for span in self.spans:
+            out[span.start : span.end] = span.version
+        return out
+
+
+class Pressure(msgspec.Struct, frozen=True, kw_only=True):
+    """How busy an engine is, for whoever routes to it."""
+
+    running: int
+    waiting: int
+    slots: int
+    """Sequences that can run at once."""
+    kv_used_frac: float
+    """Share of the key/value cache that holds tokens of running requests."""
+    version: int
+    """Served weight version; -1 before the first."""
+    tokens_per_s: float
+    """Sampled tokens over the last seconds."""
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the engine serves, and what it can prove about its weights."""
+
+    phase: str
+    """`starting`, `serving`, `failed` or `stopped`."""
+    version: int
+    fingerprint: str
+    """Of the live weights, hex; empty before the first verified ones."""
+    running: int
+    waiting: int
+    note: str = ""
+    """What is wrong, in one line; empty when nothing is."""

@@ -1,0 +1,119 @@
+"""The life of an engine process: load, bind, follow, serve, and close everything in the right order."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+
+from rollmill.engine.engine import Engine, Posted, deliver
+from rollmill.engine.server import make_app
+from rollmill.engine.service import Service
+from rollmill.engine.swap import WeightWatch, follower_of
+from rollmill.model import Tokenizer, load_model
+from rollmill.weights import SnapshotStore
+
+log = logging.getLogger(__name__)
+GRACEFUL_S = 5
+
+
+class _Server(uvicorn.Server):
+    """Says when it listens."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; 0 lets the system choose the port."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        # Listening at once turns a second bind to the same port away here, with a clear text, instead of later.
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            text = f"port {port} on {host} is in use; stop what listens there, or set another port (0 chooses a free one)"
+            raise OSError(errno.EADDRINUSE, text) from error
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}; set another host or port") from error
+    return sock
+
+
+async def run_engine(
+    model_path: Path,
+    *,
+    store: SnapshotStore | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    num_threads: int | None = None,
+    num_slots: int = 32,
+    max_len: int | None = None,
+    max_waiting: int = 256,
+    step_tokens: int = 1024,
+    device: str = "cpu",
+    model_name: str | None = None,
+    on_ready: Callable[[int], None] | None = None,
+) -> None:
+    """Serve until cancelled or signalled. `on_ready` gets the bound port once connections are accepted.
+
+    With a store nothing is generated before the store's newest version runs here and is proved; without one the
+    directory's own weights are served as version 0.
+    """
+    sock = bind(host, port)
+    bound_port = sock.getsockname()[1]
+    loop = asyncio.get_running_loop()
+
+    def post(batch: Posted) -> None:
+        # After the loop has closed nobody waits for updates any more.
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(deliver, batch)
+
+    try:
+        model, config = await asyncio.to_thread(load_model, model_path, device=device)
+        tokenizer = Tokenizer(model_path) if (model_path / "tokenizer.json").is_file() else None
+        engine = Engine(
+            model,
+            config,
+            version=None if store is not None else 0,
+            num_slots=num_slots,
+            max_len=max_len,
+            max_waiting=max_waiting,
+            step_tokens=step_tokens,
+            num_threads=num_threads,
+            post=post,
+        )
+    except BaseException:
+        sock.close()
+        raise
+    watch = WeightWatch(engine, follower_of(store, model)) if store is not None else None
+    stop_ids = frozenset(config.eos_token_ids) | (tokenizer.stop_ids if tokenizer else frozenset())
+    app = make_app(Service(engine=engine, tokenizer=tokenizer, model_name=model_name or model_path.name, stop_ids=stop_ids))
+    server = _Server(
+        uvicorn.Config(
+            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=GRACEFUL_S, timeout_keep_alive=75
+        ),
+        lambda: on_ready(bound_port) if on_ready else None,
+    )
+    engine.start()
+    if watch:
+        watch.start()
+    log.info("engine listens on %s:%d", host, bound_port)
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        await asyncio.to_thread(engine.close)
+        if watch:
+            await asyncio.to_thread(watch.close)
+        sock.close()

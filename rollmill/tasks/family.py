@@ -1,0 +1,40 @@
+"""What a task family must offer: tasks from seeds, and grades from what an agent left behind.
+
+A family is pure but for `Probe`, by which a grader runs a program over the agent's files in a fresh box. The answer stays
+on this side: the box is given inputs only, and what it prints is compared here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
+
+from rollmill.records import Grade, Task
+
+Probe = Callable[[Mapping[str, str], Sequence[str]], Awaitable[str]]
+"""Runs argv in a fresh box that holds these files; returns what it printed (empty when it failed)."""
+
+SPLITS = ("train", "heldout")
+
+
+class TaskFamily(Protocol):
+    name: str
+    kinds: tuple[str, ...]
+
+    def make(self, *, kind: str, level: int, seed: int, split: str) -> Task:
+        """The task of this seed: the same on every machine, for ever."""
+        ...
+
+    async def grade(self, task: Task, files: Mapping[str, str], probe: Probe) -> Grade:
+        """Judge the files the agent left in its working directory."""
+        ...
+
+
+def open_family(name: str) -> TaskFamily:
+    """The family of that name."""
+    from rollmill.tasks.repo import RepoFamily
+
+    known: dict[str, type[TaskFamily]] = {"repo": RepoFamily}
+    if name not in known:
+        raise ValueError(f"there is no task family {name!r}; known: {', '.join(sorted(known))}. Set `tasks.family` to one of them")
+    return known[name]()

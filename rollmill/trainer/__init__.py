@@ -1,0 +1,1 @@
+"""The trainer workshop: advantages, losses, packing, the optimiser step, checkpoints and the supervised stages."""

@@ -1,0 +1,133 @@
+"""A tiny model, its tokenizer files, a running engine and a running server: what the engine tests stand on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+
+from rollmill.engine.engine import Engine
+from rollmill.engine.run import run_engine
+from rollmill.model import Model, ModelConfig, PackedAttention, save_model
+
+DEADLINE_S = 30.0
+VOCAB = 300
+CONFIG = ModelConfig(
+    vocab_size=VOCAB,
+    hidden_size=48,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=12,
+    max_position=256,
+    eos_token_ids=(256,),
+)
+TEMPLATE = (
+    "{% if tools %}<|tools|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] + '' }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def tiny_model(seed: int = 0, config: ModelConfig = CONFIG) -> Model:
+    """Random weights, large enough that the distribution is far from uniform."""
+    model = Model(config)
+    model.init_weights(seed)
+    model.load_serving({name: t * 4 for name, t in model.serving_tensors().items() if t.dim() > 1})
+    return model
+
+
+def write_tokenizer(path: Path) -> None:
+    """Byte-level: ids 0..255 are bytes, 256 ends a turn, the markers follow."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tok = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tok.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tok.decoder = tokenizers.decoders.ByteLevel()
+    tok.add_special_tokens(["<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|tools|>"])
+    tok.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE}))
+
+
+def write_model(path: Path, model: Model | None = None) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    save_model(model or tiny_model(), path)
+    write_tokenizer(path)
+    return path
+
+
+@contextmanager
+def running(model: Model | None = None, **options: Any) -> Iterator[Engine]:
+    model = model or tiny_model()
+    engine = Engine(model, model.config, **{"version": 1, "num_slots": 8, "num_threads": 1, **options})
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+class Server:
+    """A real engine server on a real port, in a thread of its own."""
+
+    def __init__(self, model_path: Path, **options: Any) -> None:
+        self._ready = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._error: BaseException | None = None
+        self.port = 0
+        self._thread = threading.Thread(target=self._run, args=(model_path, {"num_threads": 1, "num_slots": 8, **options}), daemon=True)
+        self._thread.start()
+        assert self._ready.wait(DEADLINE_S), "the server did not come up"
+        if self._error:
+            raise self._error
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def _run(self, model_path: Path, options: dict[str, Any]) -> None:
+        async def main() -> None:
+            self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+            await run_engine(model_path, on_ready=self._on_ready, **options)
+
+        try:
+            asyncio.run(main())
+        except asyncio.CancelledError:
+            pass
+        except (OSError, ValueError) as error:
+            self._error = error
+            self._ready.set()
+
+    def _on_ready(self, port: int) -> None:
+        self.port = port
+        self._ready.set()
+
+    def close(self) -> None:
+        assert self._loop and self._task
+        self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive(), "the server did not stop"
+
+
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"gave up waiting until {what}"
+        time.sleep(0.002)
+
+
+def packed_logprobs(model: Model, prompt: list[int], sampled: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """The trainer's view: logprob of each sampled token from one packed forward without a cache."""
+    tokens = prompt + sampled
+    attention = PackedAttention([len(tokens)])
+    with torch.inference_mode():
+        hidden = model(torch.tensor(tokens), attention.positions_T, attention)
+        logprobs = (model.logits(hidden) / temperature).log_softmax(-1)
+    at = torch.arange(len(prompt) - 1, len(tokens) - 1)
+    return logprobs[at, torch.tensor(sampled)]

@@ -1,0 +1,340 @@
+"""Claims about the server on a real port: the native client, the OpenAI SDK, hostile input, back-pressure."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import msgspec
+import numpy as np
+import openai
+import pytest
+from engine_worlds import CONFIG, DEADLINE_S, Server, packed_logprobs, tiny_model, wait_until, write_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollmill.engine.client import EngineClient, EngineRejected, EngineUnavailable, VersionUnmet
+from rollmill.engine.protocol import MSGPACK, FinishReason, GenerateReply, GenerateRequest, Health
+from rollmill.engine.run import run_engine
+from rollmill.weights import DirectoryStore, Publisher
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory):
+    server = Server(write_model(tmp_path_factory.mktemp("model") / "tiny"))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def sdk(server: Server):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
+        yield client
+
+
+def ask(**fields) -> GenerateRequest:
+    return GenerateRequest(**{"prompt_ids": [1, 2, 3], "max_tokens": 12, "seed": 4, **fields})
+
+
+def native(url: str, *requests: GenerateRequest) -> list[GenerateReply]:
+    async def main() -> list[GenerateReply]:
+        async with EngineClient(url, timeout_s=DEADLINE_S) as client:
+            return await asyncio.gather(*(client.generate(r) for r in requests))
+
+    return asyncio.run(main())
+
+
+def test_native_client_gets_exact_logprobs_and_versions(server: Server) -> None:
+    replies = native(server.url, *(ask(seed=i) for i in range(20)))
+    model = tiny_model()
+    for reply in replies:
+        assert len(reply.token_ids) == 12 and reply.versions_T.tolist() == [0] * 12
+        np.testing.assert_allclose(reply.logprobs_T, packed_logprobs(model, [1, 2, 3], reply.token_ids).numpy(), atol=1e-4)
+
+
+def test_json_and_msgpack_carry_the_same_bits(server: Server) -> None:
+    (packed,) = native(server.url, ask())
+    response = httpx.post(server.url + "/v1/generate", json={"prompt_ids": [1, 2, 3], "max_tokens": 12, "seed": 4})
+    body = response.json()
+    assert base64.b64decode(body["logprobs"]) == packed.logprobs
+    assert body["token_ids"] == packed.token_ids and body["spans"] == [[0, 12, 0]] and body["finish_reason"] == "length"
+    assert response.headers["x-policy-version"] == "0"
+
+
+def test_an_unmet_version_is_a_409_that_names_the_served_one(server: Server) -> None:
+    with pytest.raises(VersionUnmet, match="needs at least 5") as caught:
+        native(server.url, ask(min_version=5))
+    assert caught.value.version == 0
+    body = httpx.post(server.url + "/v1/generate", json={"prompt_ids": [1], "max_tokens": 1, "exact_version": 9})
+    assert body.status_code == 409 and body.json()["retryable"] is True and body.json()["version"] == 0
+
+
+def test_client_tells_its_own_mistakes_from_an_engine_that_is_away(server: Server) -> None:
+    with pytest.raises(EngineRejected, match="max_tokens is 0"):
+        native(server.url, ask(max_tokens=0))
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        with pytest.raises(EngineUnavailable, match="no answer"):
+            native(f"http://127.0.0.1:{closed.getsockname()[1]}", ask())
+
+
+def test_health_pressure_models_and_metrics_answer(server: Server) -> None:
+    async def main():
+        async with EngineClient(server.url) as client:
+            return await client.health(), await client.pressure()
+
+    native(server.url, ask())
+    health, pressure = asyncio.run(main())
+    assert health.phase == "serving" and len(health.fingerprint) == 16 and pressure.slots == 8
+    assert httpx.get(server.url + "/v1/models").json()["data"][0]["id"] == "tiny"
+    metrics = httpx.get(server.url + "/metrics").text
+    for name in ("engine_swap_pause_s_count 0.0", 'engine_finished_requests_total{reason="deadline"} 0.0', "engine_sampled_tokens_total"):
+        assert name in metrics
+
+
+def test_openai_chat_whole_and_streamed_agree(sdk: openai.OpenAI) -> None:
+    fields = {"model": "any", "messages": [{"role": "user", "content": "hé"}], "max_tokens": 30, "seed": 8}
+    whole = sdk.chat.completions.create(**fields, logprobs=True)
+    choice = whole.choices[0]
+    assert whole.model == "any" and whole.usage.completion_tokens == len(choice.logprobs.content) <= 30
+    assert choice.finish_reason in ("length", "stop") and choice.message.role == "assistant"
+    chunks = list(sdk.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == choice.message.content
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == choice.finish_reason
+    assert chunks[-1].usage == whole.usage
+    assert sdk.chat.completions.with_raw_response.create(**fields).headers["x-policy-version"] == "0"
+
+
+def test_openai_choices_differ_and_are_repeatable(sdk: openai.OpenAI) -> None:
+    fields = {
+        "model": "m",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+        "max_completion_tokens": 25,
+        "n": 3,
+        "seed": 1,
+    }
+    a, b = (sdk.chat.completions.create(**fields) for _ in range(2))
+    texts = [c.message.content for c in a.choices]
+    assert len(set(texts)) == 3 and texts == [c.message.content for c in b.choices]
+    streamed = {0: "", 1: "", 2: ""}
+    for chunk in sdk.chat.completions.create(**fields, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert list(streamed.values()) == texts
+
+
+def test_openai_completions_take_text_or_ids_and_stop_strings(sdk: openai.OpenAI) -> None:
+    fields = {"model": "m", "prompt": "abc", "max_tokens": 60, "seed": 3, "temperature": 1.5}
+    free = sdk.completions.create(**fields, logprobs=0)
+    assert len(free.choices[0].logprobs.token_logprobs) == free.usage.completion_tokens
+    text = free.choices[0].text
+    stop = next(ch for ch in text[5:] if ch.isascii() and ch.isprintable())
+    cut = sdk.completions.create(**fields, stop=[stop])
+    assert cut.choices[0].text == text[: text.index(stop)] and cut.choices[0].finish_reason == "stop"
+    assert cut.usage.completion_tokens <= free.usage.completion_tokens
+    streamed = "".join(c.choices[0].text for c in sdk.completions.create(**fields, stop=stop, stream=True))
+    assert streamed == cut.choices[0].text
+    by_ids = sdk.completions.create(model="m", prompt=[1, 2, 3], max_tokens=5, seed=1)
+    assert by_ids.usage.prompt_tokens == 3 and by_ids.usage.completion_tokens <= 5
+
+
+def test_openai_errors_are_typed_and_name_the_value(sdk: openai.OpenAI) -> None:
+    good = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    for bad, text in [
+        ({"temperature": -2}, "temperature is -2"),
+        ({"max_tokens": -5}, "max_tokens is -5"),
+        ({"n": 1000}, "n is 1000"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "user", "content": 5}]}, "content"),
+        ({"messages": [{"content": "x"}]}, "role"),
+        ({"messages": [{"role": "user", "content": "a" * 3000}]}, "the prompt has 30"),
+        ({"top_logprobs": 5, "logprobs": True}, "top_logprobs is 5"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"stop": [""]}, "stop"),
+        ({"seed": -1}, "seed is -1"),
+    ]:
+        with pytest.raises(openai.BadRequestError, match=text) as caught:
+            sdk.chat.completions.create(**{**good, **bad})
+        assert caught.value.body["type"] == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError):
+        sdk.embeddings.create(model="m", input="x")
+
+
+def test_tools_reach_the_template(sdk: openai.OpenAI) -> None:
+    tools = [{"type": "function", "function": {"name": "ls", "parameters": {"type": "object"}}}]
+    fields = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    plain = sdk.chat.completions.create(**fields).usage.prompt_tokens
+    assert sdk.chat.completions.create(**fields, tools=tools).usage.prompt_tokens > plain + 40
+    assert sdk.chat.completions.create(**fields, tools=tools, tool_choice="none").usage.prompt_tokens == plain
+
+
+PATHS = ["/v1/generate", "/v1/chat/completions", "/v1/completions"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"prompt_ids": "x"}',
+        b"[" * 200000,
+        b'{"messages": {"a": 1}}',
+        b'{"prompt": "\\ud800"}',
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"prompt_ids": [1e400]}',
+        b'{"prompt_ids": [1], "max_tokens": 99999999999999999999}',
+    ],
+)
+def test_malformed_bodies_are_refused_with_400(server: Server, path: str, body: bytes) -> None:
+    response = httpx.post(server.url + path, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["message"] and response.headers["x-policy-version"] == "0"
+
+
+def test_other_content_types_methods_and_sizes_are_refused(server: Server) -> None:
+    assert httpx.post(server.url + "/v1/generate", content=b"x", headers={"content-type": "text/csv"}).status_code == 400
+    assert httpx.post(server.url + "/v1/generate", content=b"\xc1garbage", headers={"content-type": MSGPACK}).status_code == 400
+    assert httpx.get(server.url + "/v1/generate").status_code == 405
+    assert httpx.get(server.url + "/nowhere").json()["error"]["code"] == 404
+    assert httpx.post(server.url + "/v1/completions", content=b" " * (9 * 2**20)).status_code == 413
+
+    def endless():
+        for _ in range(20):
+            yield b" " * 2**19
+
+    assert httpx.post(server.url + "/v1/completions", content=endless()).status_code == 413
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+known_fields = [
+    "messages",
+    "prompt",
+    "prompt_ids",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "n",
+    "stop",
+    "seed",
+    "stream",
+    "logprobs",
+]
+known_fields += ["tools", "session", "stop_ids", "min_version", "deadline_s", "stream_options", "model", "tool_choice"]
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(path=st.sampled_from(PATHS), data=st.data())
+def test_arbitrary_json_never_gives_a_500(server: Server, path: str, data: st.DataObject) -> None:
+    valid = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "prompt": "a"}
+    if path == "/v1/generate":
+        valid = {"prompt_ids": [1], "max_tokens": 2}
+    odd = data.draw(st.dictionaries(st.sampled_from(known_fields), json_values, min_size=1, max_size=2))
+    body = {**valid, **odd}
+    if isinstance(body.get("max_tokens"), int) and body["max_tokens"] > 50:
+        body["max_tokens"] = 50
+    response = httpx.post(server.url + path, content=json.dumps(body).encode(), timeout=DEADLINE_S)
+    assert response.status_code in (200, 400, 409), (body, response.text)
+
+
+def test_a_client_that_leaves_frees_its_row(server: Server) -> None:
+    def running() -> int:
+        return httpx.get(server.url + "/v1/pressure").json()["running"]
+
+    body = {"messages": [{"role": "user", "content": "a"}], "n": 8, "temperature": 1.2, "stream": True}
+    with httpx.stream("POST", server.url + "/v1/chat/completions", json=body, timeout=DEADLINE_S) as response:
+        next(response.iter_lines())
+    wait_until(lambda: running() == 0, "the stream's rows are free")
+
+    async def leave() -> None:
+        async with EngineClient(server.url) as client:
+            task = asyncio.create_task(client.generate(ask(max_tokens=250)))
+            while (await client.pressure()).running == 0 and not task.done():
+                pass
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(leave(), DEADLINE_S))
+    wait_until(lambda: running() == 0, "the cancelled request's row is free")
+
+
+def test_a_full_queue_answers_503_with_retry_after(tmp_path: Path) -> None:
+    server = Server(write_model(tmp_path / "tiny"), num_slots=1, max_waiting=2)
+    try:
+
+        async def main() -> list[GenerateReply | BaseException]:
+            async with EngineClient(server.url, timeout_s=DEADLINE_S) as client:
+                return await asyncio.gather(*(client.generate(ask(max_tokens=100)) for _ in range(40)), return_exceptions=True)
+
+        results = asyncio.run(main())
+        served = [r for r in results if isinstance(r, GenerateReply)]
+        refused = [r for r in results if isinstance(r, EngineUnavailable)]
+        assert len(served) + len(refused) == 40 and len(served) >= 3 and refused
+        assert all(r.retry_after_s == 1 and "wait already" in str(r) for r in refused)
+        assert all(r.finish_reason is FinishReason.LENGTH for r in served)
+    finally:
+        server.close()
+
+
+def test_a_server_with_a_store_is_unhealthy_until_the_first_version_then_serves_it(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    server = Server(write_model(tmp_path / "tiny"), store=store)
+    try:
+        response = httpx.get(server.url + "/health")
+        assert response.status_code == 503 and msgspec.json.decode(response.content, type=Health).phase == "starting"
+        assert response.headers["x-policy-version"] == "-1"
+        with pytest.raises(EngineUnavailable, match="starting"):
+            native(server.url, ask())
+        with Publisher(store, run_id="t") as publisher:
+            version = publisher.submit(tiny_model(5).serving_tensors(), step=0)
+            publisher.flush(DEADLINE_S)
+        wait_until(lambda: httpx.get(server.url + "/health").status_code == 200, "the server is healthy")
+        (reply,) = native(server.url, ask())
+        assert reply.versions_T.tolist() == [version] * 12
+        np.testing.assert_allclose(reply.logprobs_T, packed_logprobs(tiny_model(5), [1, 2, 3], reply.token_ids).numpy(), atol=1e-4)
+    finally:
+        server.close()
+
+
+def test_a_port_in_use_is_refused_with_its_number(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=f"port {server.port} on 127.0.0.1 is in use; .* another port"):
+        asyncio.run(run_engine(tmp_path, port=server.port))
+
+
+def test_a_directory_without_a_model_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no model at"):
+        asyncio.run(run_engine(tmp_path))
+
+
+def test_a_model_without_a_tokenizer_takes_ids_only(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "tiny")
+    (path / "tokenizer.json").unlink()
+    server = Server(path)
+    try:
+        response = httpx.post(server.url + "/v1/completions", json={"prompt": "a"})
+        assert response.status_code == 400 and "/v1/generate" in response.text
+        assert len(native(server.url, ask())[0].token_ids) == 12
+    finally:
+        server.close()
+
+
+def test_protocol_and_client_import_without_torch() -> None:
+    code = "import sys, rollmill.engine.protocol, rollmill.engine.client; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=DEADLINE_S).returncode == 0
+
+
+def test_a_tiny_config_is_what_the_tests_think_it_is() -> None:
+    assert CONFIG.num_heads // CONFIG.num_kv_heads == 2, "grouped-query attention is exercised"
