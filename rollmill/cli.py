@@ -15,7 +15,7 @@ model_app = typer.Typer(no_args_is_help=True, help="Make and inspect models.")
 app.add_typer(tasks_app, name="tasks")
 app.add_typer(model_app, name="model")
 
-SYSTEM = "You are a coding agent. Use the tools, then submit."
+
 
 
 @tasks_app.command("export")
@@ -28,6 +28,7 @@ def tasks_export(
     levels: Annotated[str, typer.Option(help="difficulty levels, comma separated")] = "1",
 ) -> None:
     """Write documents or expert/novice traces of the `repo` family as JSONL."""
+    from rollmill.harness.agent import SYSTEM
     from rollmill.tasks import open_family
     from rollmill.tasks.repo import corpus
 

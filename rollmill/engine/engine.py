@@ -1,7 +1,6 @@
 """The loop that computes: one thread steps all running sequences together and swaps weights between two steps.
 
 Every token is stamped with the version whose weights computed it. Knows no HTTP and no weight store.
-Shapes: T packed tokens, N sampled rows, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from rollmill.engine.kv import KVCache, StepAttention
+from rollmill.engine.forward import Forward, Sampled
+from rollmill.engine.kv import KVCache
 from rollmill.engine.metrics import Metrics
 from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest, Health, Pressure, Timing
-from rollmill.engine.sampling import sample
 from rollmill.engine.scheduler import QueueFull, Scheduler, Sequence, SequenceState, Step, Update
 from rollmill.engine.slots import Slots
 from rollmill.model import Model, ModelConfig
@@ -80,8 +79,12 @@ class Engine:
         step_tokens: int = 1024,
         num_threads: int | None = None,
         post: Callable[[Posted], None] | None = None,
+        on_failed: Callable[[], None] | None = None,
     ) -> None:
-        """`version` names the weights the model holds now; None waits for the first `offer`. `post` carries updates to their thread."""
+        """`version` names the weights the model holds now; None waits for the first `offer`.
+
+        `post` carries updates to the thread that waits for them; `on_failed` is told when the loop has ended by a failure.
+        """
         self.max_len = min(max_len or config.max_position, config.max_position)
         for name, value, least in (
             ("num_slots", num_slots, 1),
@@ -92,10 +95,10 @@ class Engine:
             if value < least:
                 raise ValueError(f"{name} is {value}, it must be at least {least}")
         self.model, self.config, self.metrics = model, config, Metrics()
-        self._num_threads, self._post = num_threads, post or deliver
+        self._num_threads, self._post, self._on_failed = num_threads, post or deliver, on_failed
         live = next(model.parameters())
-        self._device = live.device
         self._cache = KVCache(config, num_rows=num_slots, max_len=self.max_len, dtype=live.dtype, device=live.device)
+        self._forward = Forward(model, self._cache)
         self.scheduler = Scheduler(Slots(num_slots, self._cache), max_waiting=max_waiting, step_tokens=step_tokens)
         self._keys = itertools.count()
         self._by_key: dict[int, Sequence] = {}
@@ -104,8 +107,6 @@ class Engine:
         self._cancels: list[int] = []
         self._pending: _PendingSwap | None = None
         self._stopping = False
-        self._lanes_for: list[Sequence] = []
-        self._lanes: dict[str, np.ndarray] = {}
         # What the live weights must be put back to when a swap turns out wrong.
         self._held: dict[str, torch.Tensor] = model.serving_tensors()
         self.version, self.fingerprint, self.note = -1, "", ""
@@ -207,6 +208,8 @@ class Engine:
             if self.phase not in (EnginePhase.STOPPED, EnginePhase.FAILED):
                 self._fail("the engine's loop crashed; see its log")
             self._end_all()
+            if self.phase is EnginePhase.FAILED and self._on_failed:
+                self._on_failed()
 
     def _wait_for_work(self) -> bool:
         """Take in what other threads left; sleep when there is nothing to compute. False when it is time to stop."""
@@ -236,68 +239,26 @@ class Engine:
         if overdue := self.scheduler.overdue(time.monotonic()):
             self._finish([(seq, FinishReason.DEADLINE) for seq in overdue])
 
-    @torch.inference_mode()
     def _step(self) -> None:
-        if self.phase is not EnginePhase.SERVING:
-            return
         began = time.monotonic()
         step = self.scheduler.plan(began)
-        running = self.scheduler.running
-        if not running:
+        if not self.scheduler.running:
             return
-        tokens, positions, last_of_chunk, sampled = self._gather(step, running)
-        lens_B = np.array(positions[: step.num_decode], np.int64)
-        attention = StepAttention(self._cache, decode_len_B=lens_B, chunks=step.chunks)
-        hidden_TD = self.model(torch.tensor(tokens, device=self._device), torch.tensor(positions, device=self._device), attention)
-        for chunk in step.chunks:
-            running[chunk.row].num_computed = chunk.end
-        for seq in running[: step.num_decode]:
-            seq.num_computed += 1
-        updates: Posted = []
-        if sampled:
-            rows = [*range(step.num_decode), *last_of_chunk]
-            hidden_ND = hidden_TD if len(rows) == len(hidden_TD) else hidden_TD[torch.tensor(rows, device=self._device)]
-            ids, logprobs = sample(self.model.logits(hidden_ND), **self._sampling_lanes(sampled))
-            now = time.monotonic()
-            ended = self._append(sampled, ids, logprobs, now)
-            updates = [(seq, self._news(seq)) for seq in sampled if seq.streams and seq.num_sent < seq.num_sampled]
-            self.metrics.count_tokens(len(sampled), now)
-            if ended:
-                self._finish(ended, updates)
-        self._observe(step, time.monotonic() - began)
+        sampled = self._forward.compute(step, self.scheduler.running)
+        now = time.monotonic()
+        ended = self._append(sampled, now)
+        updates: Posted = [(seq, self._news(seq)) for seq in sampled.seqs if seq.streams and seq.num_sent < seq.num_sampled]
+        if ended:
+            self._finish(ended, updates)
+        self.metrics.count_tokens(len(sampled.ids), now)
+        self._observe(step, now - began)
         if updates:
             self._post(updates)
 
-    def _gather(self, step: Step, running: list[Sequence]) -> tuple[list[int], list[int], list[int], list[Sequence]]:
-        """Tokens and positions of the packed batch, the packed index of each chunk that completes its prompt, and whom to sample for."""
-        sampled = running[: step.num_decode]
-        tokens = [seq.tokens[-1] for seq in sampled]
-        positions = [seq.num_computed for seq in sampled]
-        last_of_chunk = []
-        for chunk in step.chunks:
-            seq = running[chunk.row]
-            tokens += seq.tokens[chunk.start : chunk.end]
-            positions += range(chunk.start, chunk.end)
-            if chunk.end == seq.num_prompt:
-                last_of_chunk.append(len(tokens) - 1)
-                sampled.append(seq)
-        return tokens, positions, last_of_chunk, sampled
-
-    def _sampling_lanes(self, sampled: list[Sequence]) -> dict[str, np.ndarray]:
-        """Sampling parameters as arrays; they change only when the batch's membership does."""
-        if sampled != self._lanes_for:
-            self._lanes_for = list(sampled)
-            self._lanes = {
-                "temperature_N": np.array([s.request.temperature for s in sampled], np.float64),
-                "top_p_N": np.array([s.request.top_p for s in sampled], np.float64),
-                "top_k_N": np.array([s.request.top_k for s in sampled], np.int64),
-                "seed_N": np.array([s.seed for s in sampled], np.int64),
-            }
-        return {**self._lanes, "position_N": np.array([len(s.tokens) for s in sampled], np.int64)}
-
-    def _append(self, sampled: list[Sequence], ids: list[int], logprobs: list[float], now: float) -> list[tuple[Sequence, FinishReason]]:
+    def _append(self, sampled: Sampled, now: float) -> list[tuple[Sequence, FinishReason]]:
+        """Give every sequence its token. Returns who ends by it, and why."""
         ended = []
-        for seq, token, logprob in zip(sampled, ids, logprobs, strict=True):
+        for seq, token, logprob in zip(*sampled, strict=True):
             if logprob != logprob:
                 ended.append((seq, FinishReason.ERROR))
                 continue

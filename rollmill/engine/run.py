@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import socket
@@ -10,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import uvicorn
+from starlette.applications import Starlette
 
-from rollmill.engine.engine import Engine, Posted, deliver
+from rollmill.engine.engine import Engine, EnginePhase, Posted, deliver
 from rollmill.engine.server import make_app
 from rollmill.engine.service import Service
 from rollmill.engine.swap import WeightWatch, follower_of
@@ -71,16 +73,18 @@ async def run_engine(
     With a store nothing is generated before the store's newest version runs here and is proved; without one the
     directory's own weights are served as version 0.
     """
-    sock = bind(host, port)
-    bound_port = sock.getsockname()[1]
-    loop = asyncio.get_running_loop()
+    with contextlib.closing(bind(host, port)) as sock:
+        loop, bound_port = asyncio.get_running_loop(), sock.getsockname()[1]
 
-    def post(batch: Posted) -> None:
-        # After the loop has closed nobody waits for updates any more.
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(deliver, batch)
+        def post(batch: Posted) -> None:
+            # After the loop has closed nobody waits for updates any more.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(deliver, batch)
 
-    try:
+        def leave() -> None:
+            # A failed engine cannot recover in place: the process ends, and whoever supervises it starts another.
+            server.should_exit = True
+
         model, config = await asyncio.to_thread(load_model, model_path, device=device)
         tokenizer = Tokenizer(model_path) if (model_path / "tokenizer.json").is_file() else None
         engine = Engine(
@@ -93,27 +97,31 @@ async def run_engine(
             step_tokens=step_tokens,
             num_threads=num_threads,
             post=post,
+            on_failed=leave,
         )
-    except BaseException:
-        sock.close()
-        raise
-    watch = WeightWatch(engine, follower_of(store, model)) if store is not None else None
-    stop_ids = frozenset(config.eos_token_ids) | (tokenizer.stop_ids if tokenizer else frozenset())
-    app = make_app(Service(engine=engine, tokenizer=tokenizer, model_name=model_name or model_path.name, stop_ids=stop_ids))
-    server = _Server(
-        uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=GRACEFUL_S, timeout_keep_alive=75
-        ),
-        lambda: on_ready(bound_port) if on_ready else None,
+        stop_ids = frozenset(config.eos_token_ids) | (tokenizer.stop_ids if tokenizer else frozenset())
+        app = make_app(Service(engine=engine, tokenizer=tokenizer, model_name=model_name or model_path.name, stop_ids=stop_ids))
+        server = _Server(_http_settings(app), lambda: on_ready(bound_port) if on_ready else None)
+        watch = WeightWatch(engine, follower_of(store, model)) if store is not None else None
+        log.info("engine listens on %s:%d", host, bound_port)
+        await _serve(server, sock, engine, watch)
+
+
+def _http_settings(app: Starlette) -> uvicorn.Config:
+    return uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=GRACEFUL_S, timeout_keep_alive=75
     )
+
+
+async def _serve(server: _Server, sock: socket.socket, engine: Engine, watch: WeightWatch | None) -> None:
     engine.start()
     if watch:
         watch.start()
-    log.info("engine listens on %s:%d", host, bound_port)
     try:
         await server.serve(sockets=[sock])
     finally:
         await asyncio.to_thread(engine.close)
         if watch:
             await asyncio.to_thread(watch.close)
-        sock.close()
+    if engine.phase is EnginePhase.FAILED:
+        raise RuntimeError(f"the engine stopped serving: {engine.note}")

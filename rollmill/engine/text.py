@@ -57,11 +57,15 @@ class TextStream:
         return self._release(len(self._held) - (0 if last else held_suffix(self._held, self._stops)))
 
     def _whole_end(self) -> int:
-        """How many tokens form whole characters; all of them when the end is no beginning of a character either."""
-        for end in range(len(self._ids), max(len(self._ids) - _MAX_PARTIAL_TOKENS, self._read) - 1, -1):
-            if not self._decoder.decode(self._ids[self._start : end]).endswith("\ufffd"):
+        """How many tokens can be shown: all, or those before the tokens at the end that may be the beginning of a character."""
+        full, count = self._decoder.decode(self._ids[self._start :]), len(self._ids)
+        if not full.endswith("\ufffd"):
+            return count
+        # A cut inside an earlier character shows: its first half decodes to something the whole does not start with.
+        for end in range(max(count - _MAX_PARTIAL_TOKENS, self._read), count):
+            if full.startswith(self._decoder.decode(self._ids[self._start : end])):
                 return end
-        return len(self._ids)
+        return self._read
 
     def _release(self, size: int) -> str:
         out, self._held = self._held[:size], self._held[size:]

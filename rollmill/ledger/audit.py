@@ -152,7 +152,6 @@ RULES = (
         " UNION ALL SELECT 'drop.' || drop_reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY drop_reason"
         " UNION ALL SELECT 'fail.' || boundary, COUNT(*) FROM episodes WHERE state = 'failed' GROUP BY boundary"
         " UNION ALL SELECT 'cancel.' || cancel_reason, COUNT(*) FROM episodes WHERE state = 'cancelled' GROUP BY cancel_reason"
-        " UNION ALL SELECT 'batches', COUNT(*) FROM batches"
         " UNION ALL SELECT 'dropped_from.admitted', COUNT(*) FROM groups WHERE state = 'dropped' AND step IS NOT NULL"
         " UNION ALL SELECT 'outcome.trained.num_graded', SUM(num_graded) FROM groups WHERE state = 'trained'"
         " UNION ALL SELECT 'outcome.trained.num_success', SUM(num_success) FROM groups WHERE state = 'trained'"

@@ -16,8 +16,8 @@ from rollmill.records import BlobRef, Role
 class Ledger(RolloutSide, TrainerSide, Reading):
     """The durable state of every episode, group and snapshot of one run.
 
-        with Ledger.create_or_open(run_dir, Role.ROLLOUT) as ledger:
-            group = ledger.open_group(task, 8, now=clock())
+    with Ledger.create_or_open(run_dir, Role.ROLLOUT) as ledger:
+        group = ledger.open_group(task, 8, now=clock())
     """
 
     @classmethod

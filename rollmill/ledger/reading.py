@@ -44,7 +44,8 @@ class Reading(Store):
     def progress(self) -> Progress:
         with self._read():
             count: dict[str, Any] = dict(self._all("SELECT name, value FROM counters"))
-            committed = self._one("SELECT COUNT(*) FROM batches WHERE step <= (SELECT MAX(step) FROM checkpoints)")[0]
+            num_steps_cut = self._num_steps_cut()
+            committed = self._one("SELECT (SELECT MAX(step) FROM checkpoints) - (SELECT MIN(step) FROM batches) + 1")[0]
             version = self._one("SELECT MAX(version) FROM versions")[0]
         return Progress(
             num_opened=sum(count.get(f"group.{state}", 0) for state in GroupState),
@@ -54,8 +55,8 @@ class Reading(Store):
             num_trained=count.get("group.trained", 0),
             num_dropped_by_reason={reason: count.get(f"drop.{reason}", 0) for reason in DropReason},
             num_dropped_admitted=count.get("dropped_from.admitted", 0),
-            num_steps_cut=count.get("batches", 0),
-            num_steps_committed=committed,
+            num_steps_cut=num_steps_cut,
+            num_steps_committed=max(0, committed or 0),
             version=-1 if version is None else version,
             num_episodes_by_state={state: count.get(f"episode.{state}", 0) for state in EpisodeState},
             num_failed_by_boundary={boundary: count.get(f"fail.{boundary}", 0) for boundary in Boundary},
@@ -68,7 +69,8 @@ class Reading(Store):
         """One line per evaluated version, oldest first."""
         rows = self._all(
             "SELECT label, version, COUNT(*), SUM(success), AVG(reward), MAX(time) FROM evals WHERE label = ? GROUP BY"
-            " version ORDER BY version", (label,)
+            " version ORDER BY version",
+            (label,),
         )
         return [EvalSummary(**dict(zip(EvalSummary.__struct_fields__, row, strict=True))) for row in rows]
 

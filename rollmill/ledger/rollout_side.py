@@ -38,12 +38,11 @@ class RolloutSide(Store):
         self._require_role(Role.ROLLOUT, "a new group", "absent", GroupState.OPEN)
         with self._write():
             seq = self._one("SELECT COALESCE(MAX(seq) + 1, 0) FROM groups")[0]
-            steps_cut = self._one("SELECT COUNT(*) FROM batches")[0]
             group_id = group_id_of(seq)
             self._conn.execute(
                 "INSERT INTO groups (seq, group_id, task_id, group_size, state, opened_at, opened_steps_cut, task) VALUES (?,"
                 " ?, ?, ?, ?, ?, ?, ?)",
-                (seq, group_id, task.task_id, group_size, GroupState.OPEN, now, steps_cut, encode(task)),
+                (seq, group_id, task.task_id, group_size, GroupState.OPEN, now, self._num_steps_cut(), encode(task)),
             )
             self._event(now, "group.open", group_id, task_id=task.task_id, group_size=group_size)
             for slot in range(group_size):

@@ -141,7 +141,6 @@ END;
 CREATE TRIGGER count_cancelled AFTER UPDATE OF state ON episodes WHEN NEW.state = 'cancelled' BEGIN
     {_count("'cancel.' || NEW.cancel_reason")}
 END;
-CREATE TRIGGER count_batch AFTER INSERT ON batches BEGIN {_count("'batches'")} END;
 """
 
 

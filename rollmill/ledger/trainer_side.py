@@ -26,7 +26,7 @@ class TrainerSide(Store):
         if not group_ids:
             raise ValueError(f"batch {step} has no groups")
         with self._write():
-            last, steps_cut = self._one("SELECT MAX(step), COUNT(*) FROM batches")
+            last, steps_cut = self._one("SELECT MAX(step) FROM batches")[0], self._num_steps_cut()
             head = self._head()
             expected = last + 1 if last is not None else (head.step + 1 if head is not None else step)
             if step != expected:
@@ -91,7 +91,8 @@ class TrainerSide(Store):
     def publish_version(self, version: int, step: int, kind: str, num_bytes: int, now: float) -> None:
         """Record a published snapshot. A number is never used twice, not even for a step trained again after a crash."""
         self._require_role(Role.TRAINER, f"version {version}", "absent", "published")
-        with self._write():
+        # Durable, because replicas may hold the snapshot already: a power cut must not free its number.
+        with self._write(durable=True):
             last = self._one("SELECT MAX(version) FROM versions")[0]
             if version < 0 or (last is not None and version <= last):
                 why = f"the next version must be above {-1 if last is None else last}"

@@ -2,7 +2,8 @@
 
 A box is isolated (no network, own root file system) and limited (time, memory, processes, disk). What the agent's
 program does inside (exit status, time-out, too much output) is an observation in `ExecResult`; what breaks outside
-raises `RunFailure(Boundary.SANDBOX)` and is retried, never scored.
+raises `RunFailure(Boundary.SANDBOX)` and is retried, never scored. Files have observations too: a path that is missing, a
+folder, too large, not writable or beyond the disk raises `OSError` with its errno and words the agent may be shown.
 """
 
 from __future__ import annotations
@@ -39,10 +40,15 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sandbox(Protocol):
+    """Paths are relative to the working directory or absolute inside the box; links cannot lead out of it."""
+
     async def exec(self, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"", max_output_bytes: int = 1 << 16) -> ExecResult: ...
     async def read(self, path: str, *, limit_bytes: int = 1 << 20) -> bytes: ...
     async def write(self, path: str, data: bytes) -> None: ...
-    async def list(self) -> list[str]: ...
+    async def list(self) -> list[str]:
+        """The regular files below the working directory, sorted, the first 10,000."""
+        ...
+
     async def close(self) -> None: ...
 
 

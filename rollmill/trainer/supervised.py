@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rollmill.model import Model, PackedAttention, Tokenizer, load_model, save_model
+from rollmill.model import Model, PackedAttention, Tokenizer, load_model, read_model_config, save_model
 from rollmill.trainer.examples import Example, batches, chat_example, read_rows, text_example
 from rollmill.trainer.optimizer import MasterAdamW
 
@@ -43,29 +47,43 @@ def stage_sft(model_dir: Path, data: Path, out: Path, config: SupervisedConfig, 
 def _stage(model_dir: Path, data: Path, out: Path, config: SupervisedConfig, report: Callable[[str], None], *, is_chat: bool) -> None:
     if not data.is_file():
         raise ValueError(f"no data at {data}; `rollmill tasks export` writes some")
-    model, model_config = load_model(model_dir, device=config.device)
-    tokenizer = Tokenizer(model_dir)
-    make = chat_example if is_chat else text_example
-    examples: list[Example] = []
-    num_long = 0
-    for number, row in read_rows(data):
-        try:
-            example = make(row, tokenizer)
-        except ValueError as error:
-            raise ValueError(f"{data}:{number}: {error}") from error
-        if len(example.tokens_T) > model_config.max_position:
-            num_long += 1
-        else:
-            examples.append(example)
-    if not examples:
-        raise ValueError(f"{data} holds no usable row ({num_long} were longer than the model's {model_config.max_position} tokens)")
-    report(f"{len(examples):,} rows, {sum(len(e.tokens_T) for e in examples):,} tokens ({num_long} rows too long)")
+    examples = load_examples(data, model_dir, chat_example if is_chat else text_example, report)
+    model, _ = load_model(model_dir, device=config.device)
     train_supervised(model, examples, config, report)
     save_model(model, out)
     for name in TOKENIZER_FILES:
         if (model_dir / name).is_file() and model_dir.resolve() != out.resolve():
             shutil.copy(model_dir / name, out / name)
     report(f"wrote {out}")
+
+
+def load_examples(data: Path, model_dir: Path, make: Callable[..., Example], report: Callable[[str], None]) -> list[Example]:
+    """Tokenise a data set on all cores. The workers fork before any device is touched, so they share the parent's imports."""
+    limit = read_model_config(model_dir).max_position
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork")) as pool:
+        jobs = [pool.submit(_tokenise, chunk, data, model_dir, make) for chunk in _chunks(read_rows(data), 2000)]
+        examples = [e for job in jobs for e in job.result()]
+    kept = [e for e in examples if len(e.tokens_T) <= limit]
+    if not kept:
+        raise ValueError(f"{data} holds no usable row: {len(examples)} rows, all longer than the model's {limit} tokens")
+    report(f"{len(kept):,} rows, {sum(len(e.tokens_T) for e in kept):,} tokens; {len(examples) - len(kept)} rows were longer than {limit} tokens")
+    return kept
+
+
+def _chunks(rows: Iterator[tuple[int, dict[str, Any]]], size: int) -> Iterator[tuple[tuple[int, dict[str, Any]], ...]]:
+    while chunk := tuple(itertools.islice(rows, size)):
+        yield chunk
+
+
+def _tokenise(rows: Sequence[tuple[int, dict[str, Any]]], data: Path, model_dir: Path, make: Callable[..., Example]) -> list[Example]:
+    tokenizer = Tokenizer(model_dir)
+    examples = []
+    for number, row in rows:
+        try:
+            examples.append(make(row, tokenizer))
+        except ValueError as error:
+            raise ValueError(f"{data}:{number}: {error}") from error
+    return examples
 
 
 def train_supervised(model: Model, examples: list[Example], config: SupervisedConfig, report: Callable[[str], None]) -> float:

@@ -1,6 +1,6 @@
 """Weights back: numbered snapshots from the trainer through a store to replicas, bit for bit and proved on the live weights."""
 
-from rollmill.weights.errors import CorruptSnapshot, LatestMoved, PublishFailed, WrongBase, WrongWeights
+from rollmill.weights.errors import CorruptSnapshot, LatestMoved, PublishFailed, UnknownFormat, WrongBase, WrongWeights
 from rollmill.weights.fingerprint import Fingerprint, fingerprint
 from rollmill.weights.follower import Follower, FollowerStats, Staged
 from rollmill.weights.fsck import log, verify
@@ -23,6 +23,7 @@ __all__ = [
     "PublisherStats",
     "SnapshotStore",
     "Staged",
+    "UnknownFormat",
     "WrongBase",
     "WrongWeights",
     "fingerprint",

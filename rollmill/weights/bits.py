@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rollmill.weights.errors import CorruptSnapshot
+from rollmill.weights.errors import UnknownFormat
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DTYPES: dict[str, torch.dtype] = {
@@ -45,7 +45,7 @@ class Bits:
 
 def dtype_of(name: str) -> torch.dtype:
     if name not in _DTYPES:
-        raise CorruptSnapshot(f"dtype {name!r} is unknown to torch {torch.__version__}; read this store with the torch that wrote it")
+        raise UnknownFormat(f"dtype {name!r} is unknown to torch {torch.__version__}; read this store with the torch that wrote it")
     return _DTYPES[name]
 
 

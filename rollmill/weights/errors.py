@@ -7,6 +7,10 @@ class CorruptSnapshot(ValueError):
     """Stored bytes are not those that were published: truncated, flipped, missing or not ours."""
 
 
+class UnknownFormat(ValueError):
+    """Stored bytes are whole but in a form this version of Rollmill or torch cannot read; nothing is wrong with them."""
+
+
 class WrongBase(ValueError):
     """A delta was about to be applied to other bytes than those it was made from."""
 

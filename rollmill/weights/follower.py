@@ -13,7 +13,7 @@ import torch
 
 from rollmill.weights import pack as packing
 from rollmill.weights.bits import Bits
-from rollmill.weights.errors import CorruptSnapshot, WrongBase, WrongWeights
+from rollmill.weights.errors import CorruptSnapshot, UnknownFormat, WrongBase, WrongWeights
 from rollmill.weights.fingerprint import Fingerprint, combine, fingerprint, tensor_fingerprint
 from rollmill.weights.manifest import Manifest
 from rollmill.weights.plan import Hop, plan
@@ -116,7 +116,7 @@ class Follower:
                 self._settle(latest, gone_back if latest < held.version else "")
                 return None
             return self._stage(latest, held)
-        except CorruptSnapshot as error:
+        except (CorruptSnapshot, UnknownFormat) as error:
             self._say(str(error))
         except OSError as error:
             with self._lock:
@@ -169,6 +169,8 @@ class Follower:
         if self.version is not None and staged.version < self.version:
             raise WrongBase(f"version {staged.version} was staged before the replica moved on to {self.version}; drop it")
         if staged.base_version is not None and self.version not in (staged.base_version, staged.version):
+            # What is dropped here must be staged again, even if nothing newer ever comes.
+            self._settled = None
             raise WrongBase(f"version {staged.version} was staged on {staged.base_version}, the replica holds {self.version}; poll again")
 
     def _stage(self, latest: int, base: _Held | None) -> Staged | None:

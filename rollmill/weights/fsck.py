@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 from rollmill.weights import pack as packing
 from rollmill.weights.bits import Bits
-from rollmill.weights.errors import CorruptSnapshot, WrongBase
+from rollmill.weights.errors import CorruptSnapshot, UnknownFormat, WrongBase
 from rollmill.weights.fingerprint import fingerprint
 from rollmill.weights.manifest import Kind, Manifest
 from rollmill.weights.store import SnapshotStore
@@ -18,7 +18,7 @@ def log(store: SnapshotStore) -> list[str]:
     for version in reversed(store.versions()):
         try:
             manifest = store.manifest(version)
-        except CorruptSnapshot as error:
+        except (CorruptSnapshot, UnknownFormat) as error:
             lines.append(f"v{version}  unreadable: {error}")
             continue
         num_bytes = sum(pack.num_bytes for pack in manifest.packs)
@@ -37,14 +37,14 @@ def verify(store: SnapshotStore) -> list[str]:
     problems = [f"{name} is quarantined: {reason}" for name, reason in store.quarantined().items()]
     try:
         latest = store.latest()
-    except CorruptSnapshot as error:
+    except (CorruptSnapshot, UnknownFormat) as error:
         return [*problems, str(error)]
     lineage: list[Manifest] = []
     at = latest
     while at is not None:
         try:
             lineage.append(store.manifest(at))
-        except CorruptSnapshot as error:
+        except (CorruptSnapshot, UnknownFormat) as error:
             problems.append(f"version {at} and all before it cannot be listed: {error}")
             break
         at = lineage[-1].previous
@@ -70,7 +70,7 @@ def _rebuild(
             continue
         try:
             header, decoded = packing.read(store.read_pack(pack.name), digest=pack.digest, old=held[pack.base_version])
-        except (CorruptSnapshot, WrongBase) as error:
+        except (CorruptSnapshot, UnknownFormat, WrongBase) as error:
             problems.append(f"{pack.name} is damaged: {error}")
             continue
         bits = {**held[pack.base_version], **decoded}

@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 from blake3 import blake3
 
-from rollmill.weights.errors import CorruptSnapshot
+from rollmill.weights.errors import CorruptSnapshot, UnknownFormat
 from rollmill.weights.fingerprint import Fingerprint
 
 MANIFEST_SCHEMA = 1
@@ -98,4 +98,4 @@ def unseal(data: bytes, kind: type[Record], what: str) -> Record:
     try:
         return msgspec.json.decode(line, type=kind)
     except msgspec.MsgspecError as error:
-        raise CorruptSnapshot(f"{what} is not of a form this version of Rollmill reads: {error}") from error
+        raise UnknownFormat(f"{what} is whole but of another form: {error}; read it with the Rollmill that wrote it") from error

@@ -17,7 +17,7 @@ from blake3 import blake3
 from rollmill.weights import codec
 from rollmill.weights.bits import Bits, dtype_of, num_bytes_of
 from rollmill.weights.codec import Coding
-from rollmill.weights.errors import CorruptSnapshot, WrongBase
+from rollmill.weights.errors import CorruptSnapshot, UnknownFormat, WrongBase
 
 MAGIC = b"RMPACK01"
 _LENGTH = struct.Struct("<I")
@@ -100,7 +100,7 @@ def read(data: bytes, *, digest: str, old: Mapping[str, Bits]) -> tuple[Header, 
     try:
         header = msgspec.msgpack.decode(view[:length], type=Header)
     except msgspec.MsgspecError as error:
-        raise CorruptSnapshot(f"the header of the pack does not decode: {error}") from error
+        raise UnknownFormat(f"the header of the pack is of another form: {error}; read it with the Rollmill that wrote it") from error
     if any(entry.num_bytes < 0 for entry in header.entries) or length + sum(entry.num_bytes for entry in header.entries) != len(view):
         raise CorruptSnapshot("the payloads do not fill the pack")
     at, decoded = length, {}

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Protocol
 
-from rollmill.weights.errors import CorruptSnapshot, LatestMoved
+from rollmill.weights.errors import CorruptSnapshot, LatestMoved, UnknownFormat
 from rollmill.weights.manifest import MANIFEST_SCHEMA, Manifest, Pointer, seal, unseal
 
 _NUMBER = re.compile(r"v(\d{8,})\.")
@@ -35,7 +35,7 @@ class SnapshotStore(Protocol):
         """Every version with a manifest, ascending, whether or not `latest` ever pointed at it."""
 
     def manifest(self, version: int) -> Manifest:
-        """Raises CorruptSnapshot when it is missing or damaged."""
+        """Raises CorruptSnapshot when it is missing or damaged, UnknownFormat when it is too new."""
 
     def read_pack(self, name: str) -> bytes:
         """The bytes as they lie there, not yet checked. Raises CorruptSnapshot when the pack is missing."""
@@ -82,8 +82,10 @@ class DirectoryStore:
             found = unseal(path.read_bytes(), Manifest, str(path))
         except FileNotFoundError as error:
             raise CorruptSnapshot(f"{path} is missing") from error
-        if found.version != version or found.schema != MANIFEST_SCHEMA:
-            raise CorruptSnapshot(f"{path} describes version {found.version} in schema {found.schema}, expected schema {MANIFEST_SCHEMA}")
+        if found.version != version:
+            raise CorruptSnapshot(f"{path} describes version {found.version}")
+        if found.schema != MANIFEST_SCHEMA:
+            raise UnknownFormat(f"{path} has schema {found.schema}, this Rollmill reads {MANIFEST_SCHEMA}; use the one that wrote it")
         return found
 
     def read_pack(self, name: str) -> bytes:

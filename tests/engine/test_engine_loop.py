@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 from engine_worlds import DEADLINE_S, VOCAB, packed_logprobs, running, tiny_model, wait_until
 
-from rollmill.engine.engine import Engine, EnginePhase, NotServing, VersionMismatch
+from rollmill.engine.engine import Engine, EnginePhase, NotServing, VersionMismatch, deliver, reply_of
 from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest
 from rollmill.engine.scheduler import QueueFull
 
@@ -153,10 +154,9 @@ def test_cancelling_frees_the_row_for_the_next_request() -> None:
         wait_until(lambda: engine.pressure().running == 0, "the rows are free")
 
 
-def test_a_deadline_ends_waiting_and_running_requests_with_what_they_have() -> None:
-    with running(num_slots=1) as engine:
-        gate = threading.Event()
-        engine._post = lambda batch: (gate.wait(DEADLINE_S), [seq.on_update(seq, update) for seq, update in batch])
+def test_a_deadline_ends_a_waiting_request_with_what_it_has() -> None:
+    gate = threading.Event()
+    with running(num_slots=1, post=lambda batch: (gate.wait(DEADLINE_S), deliver(batch))) as engine:
         runs = engine.generate(ask(prompt_of(4), max_tokens=1))
         late = engine.generate(ask(prompt_of(4), deadline_s=1e-4))
         gate.set()
@@ -165,16 +165,40 @@ def test_a_deadline_ends_waiting_and_running_requests_with_what_they_have() -> N
     assert reply.finish_reason is FinishReason.DEADLINE and len(reply.token_ids) < 24
 
 
+def test_a_deadline_ends_a_running_request_with_the_tokens_it_has() -> None:
+    first_token, ended = threading.Event(), threading.Event()
+
+    def hear(seq, update) -> None:
+        # Hold the loop after the first token until the deadline has passed.
+        if not first_token.is_set():
+            first_token.set()
+            wait_until(lambda: time.monotonic() > seq.deadline_at, "the deadline has passed")
+        if update.finished:
+            ended.set()
+
+    with running() as engine:
+        seq = engine.submit(ask(prompt_of(4), max_tokens=200, deadline_s=0.2), hear, streams=True)
+        assert ended.wait(DEADLINE_S)
+    assert seq.finish_reason is FinishReason.DEADLINE and len(reply_of(seq).token_ids) == len(seq.logprobs) <= 1
+
+
 def test_the_queue_is_bounded_and_drains() -> None:
-    gate = threading.Event()
-    with running(num_slots=2, max_waiting=3, post=lambda batch: (gate.wait(DEADLINE_S), [s.on_update(s, u) for s, u in batch])) as engine:
-        futures = [engine.generate(ask(prompt_of(4), max_tokens=1)) for _ in range(2)]
-        wait_until(lambda: engine.scheduler.slots.num_free == 2 and not engine._inbox, "the loop is held at its gate")
+    at_gate, gate = threading.Event(), threading.Event()
+
+    def hold(batch) -> None:
+        at_gate.set()
+        assert gate.wait(DEADLINE_S)
+        deliver(batch)
+
+    with running(num_slots=2, max_waiting=3, post=hold) as engine:
+        futures = [engine.generate(ask(prompt_of(4), max_tokens=1))]
+        assert at_gate.wait(DEADLINE_S)
+        # Two free rows and three places in the queue.
         futures += [engine.generate(ask(prompt_of(4), max_tokens=1)) for _ in range(5)]
-        with pytest.raises(QueueFull, match="wait already"):
+        with pytest.raises(QueueFull, match="5 requests wait already"):
             engine.generate(ask(prompt_of(4)))
         gate.set()
-        assert [f.result(DEADLINE_S).finish_reason for f in futures] == [FinishReason.LENGTH] * 7
+        assert [f.result(DEADLINE_S).finish_reason for f in futures] == [FinishReason.LENGTH] * 6
 
 
 def test_version_constraints_are_refused_before_any_work() -> None:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import openai
 import pytest
-from engine_worlds import CONFIG, DEADLINE_S, Server, packed_logprobs, tiny_model, wait_until, write_model
+from engine_worlds import CONFIG, DEADLINE_S, Server, calling_model, packed_logprobs, tiny_model, wait_until, write_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -173,6 +173,26 @@ def test_tools_reach_the_template(sdk: openai.OpenAI) -> None:
     assert sdk.chat.completions.create(**fields, tools=tools, tool_choice="none").usage.prompt_tokens == plain
 
 
+def test_a_sampled_tool_call_becomes_tool_calls_whole_and_streamed(tmp_path: Path) -> None:
+    server = Server(write_model(tmp_path / "caller", calling_model()))
+    tools = [{"type": "function", "function": {"name": "ls", "parameters": {"type": "object"}}}]
+    fields = {"model": "m", "messages": [{"role": "user", "content": "list"}], "temperature": 0, "max_tokens": 20}
+    try:
+        with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as sdk:
+            choice = sdk.chat.completions.create(**fields, tools=tools).choices[0]
+            chunks = [c.choices[0] for c in sdk.chat.completions.create(**fields, tools=tools, stream=True)]
+            untold = sdk.chat.completions.create(**fields).choices[0]
+    finally:
+        server.close()
+    assert choice.finish_reason == chunks[-1].finish_reason == "tool_calls" and choice.message.content == "on it "
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "ls", {"path": "."})
+    assert "".join(c.delta.content or "" for c in chunks) == "on it "
+    (streamed,) = [t for c in chunks for t in c.delta.tool_calls or []]
+    assert streamed.function == type(streamed.function)(name="ls", arguments=call.function.arguments)
+    assert untold.finish_reason == "stop" and "<tool_call>" in untold.message.content, "without tools the text stays as it is"
+
+
 PATHS = ["/v1/generate", "/v1/chat/completions", "/v1/completions"]
 
 
@@ -317,6 +337,25 @@ def test_a_port_in_use_is_refused_with_its_number(server: Server, tmp_path: Path
 def test_a_directory_without_a_model_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no model at"):
         asyncio.run(run_engine(tmp_path))
+
+
+def test_a_failed_engine_ends_its_process_and_says_why(tmp_path: Path) -> None:
+    """A real process whose model fails in the middle of a step."""
+    path = write_model(tmp_path / "tiny")
+    code = f"""
+import asyncio, pathlib, threading, httpx
+from rollmill.engine.run import run_engine
+from rollmill.model import Model
+def broken(*args): raise RuntimeError("out of memory, say")
+Model.forward = broken
+def ready(port):
+    url, body = f"http://127.0.0.1:{{port}}/v1/generate", {{"prompt_ids": [1], "max_tokens": 4}}
+    threading.Thread(target=lambda: print("status", httpx.post(url, json=body).status_code, flush=True)).start()
+asyncio.run(run_engine(pathlib.Path({str(path)!r}), on_ready=ready))
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=DEADLINE_S, capture_output=True, text=True)
+    assert done.returncode == 1 and "status 503" in done.stdout
+    assert "the engine stopped serving: the engine's loop crashed" in done.stderr
 
 
 def test_a_model_without_a_tokenizer_takes_ids_only(tmp_path: Path) -> None:

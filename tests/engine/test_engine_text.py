@@ -35,6 +35,20 @@ def test_streamed_pieces_join_to_the_whole_text_and_never_split_a_character(text
     assert "".join(out) == text == stream.text
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    data=st.lists(st.sampled_from([b"\xff", b"\xd1", b"\x94", "\u20ac".encode(), b"a", b"\xf0\x9f", b"\x98"]), max_size=14),
+    cuts=st.lists(st.integers(0, 40), max_size=20),
+)
+def test_bytes_of_any_sort_give_the_same_text_in_pieces_as_at_once(data: list[bytes], cuts: list[int]) -> None:
+    whole = b"".join(data)
+    stream = TextStream(Bytes())
+    for piece in pieces(whole, cuts):
+        stream.feed(piece)
+    stream.feed([], last=True)
+    assert stream.text == Bytes().decode(whole)
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     text=st.text("abX", max_size=30),

@@ -64,13 +64,6 @@ def _groups() -> set[str]:
     return {f"{parent}/{name}" for _, parent in cgroups._candidates() for name in os.listdir(parent) if name.startswith("rollmill-")}
 
 
-def _await_no_groups_of(pid: int) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while any(group.endswith(f"rollmill-{pid}") for group in _groups()):
-        assert time.monotonic() < deadline, "a control group was left behind"
-        os.sched_yield()
-
-
 def _owner() -> tuple[subprocess.Popen[bytes], int]:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, env=environment)
@@ -89,7 +82,7 @@ def test_boxes_die_with_an_owner_killed_with_9(machine):
     owner.stdout.close()
     _await_end(pidfds)
     assert Path("/proc/self/mountinfo").read_text() == mounts
-    _await_no_groups_of(zygote)
+    assert not [group for group in _groups() if f"rollmill-{zygote}-" in group]
 
 
 def test_boxes_die_when_owner_and_zygote_are_killed_together(machine):
@@ -102,7 +95,7 @@ def test_boxes_die_when_owner_and_zygote_are_killed_together(machine):
     owner.stdout.close()
     _await_end(pidfds)
     deadline = time.monotonic() + DEADLINE_S
-    while any(group.endswith(f"rollmill-{zygote}") for group in _groups()):
+    while any(f"rollmill-{zygote}-" in group for group in _groups()):
         assert time.monotonic() < deadline, "the sweep of a later owner left a control group behind"
         assert NamespaceBackend.probe() is None
 
@@ -177,7 +170,7 @@ def test_closed_backend_leaves_nothing(play):
     play(scene)
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
     assert Path("/proc/self/mountinfo").read_text() == mounts
-    assert not [group for group in _groups() if group.endswith(f"rollmill-{pids[0]}")]
+    assert not [group for group in _groups() if f"rollmill-{pids[0]}-" in group]
 
 
 def test_failing_world_is_reported_and_leaves_no_box(play):
@@ -185,6 +178,47 @@ def test_failing_world_is_reported_and_leaves_no_box(play):
         with pytest.raises(RunFailure, match="could not be made"):
             await backend.create(SandboxSpec(files={"big": "x" * (2 << 20)}, disk_bytes=1 << 20))
         assert _descendants(backend.zygote_pid) == []
+
+    play(scene)
+
+
+CONFINED = """
+import platform
+from rollmill.sandbox.namespace import NamespaceBackend
+from rollmill.sandbox.namespace.inside import kernel, seccomp
+kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1, "no_new_privs")
+kernel.install_seccomp(seccomp.program(platform.machine()))
+print(NamespaceBackend.probe())
+
+import asyncio
+from rollmill.records import RunFailure
+from rollmill.sandbox import SandboxSpec
+try:
+    asyncio.run(NamespaceBackend().create(SandboxSpec()))
+except RunFailure as failure:
+    print(failure.message)
+"""
+
+
+def test_machine_that_forbids_namespaces_is_told_in_one_sentence(machine):
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    owner = subprocess.run([sys.executable, "-c", CONFINED], env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    probed, created = owner.stdout.splitlines()
+    assert "does not work here" in probed and "Operation not permitted" in probed and ("container" in probed or "sysctl" in probed)
+    assert created == probed
+
+
+def test_close_fails_creates_in_flight_and_leaves_none(play):
+    async def scene(backend):
+        await backend.start()
+        zygote = os.pidfd_open(backend.zygote_pid)
+        creating = [asyncio.create_task(backend.create(SandboxSpec())) for _ in range(20)]
+        await asyncio.wait(creating, return_when=asyncio.FIRST_COMPLETED)
+        await backend.close()
+        outcomes = await asyncio.gather(*creating, return_exceptions=True)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        assert failures and all(isinstance(failure, RunFailure) for failure in failures)
+        await asyncio.to_thread(_await_end, [zygote])
 
     play(scene)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import random
+import threading
 from pathlib import Path
 
 import msgspec
@@ -12,7 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weights_fakes import EngineFake, same_bits, weights_at
 
-from rollmill.weights import DirectoryStore, Follower, Kind, Manifest, Publisher, WrongBase, WrongWeights, fingerprint, verify
+from rollmill.weights import (
+    DirectoryStore,
+    Follower,
+    Kind,
+    Manifest,
+    Publisher,
+    Staged,
+    UnknownFormat,
+    WrongBase,
+    WrongWeights,
+    fingerprint,
+    verify,
+)
 from rollmill.weights.manifest import PackRef, seal
 from rollmill.weights.plan import plan
 
@@ -147,6 +161,8 @@ def test_confirm_refuses_a_staged_version_whose_base_is_gone_or_that_is_older(pa
     pair.follower.swap(third)
     with pytest.raises(WrongBase, match="poll again"):
         pair.follower.swap(fourth)
+    pair.catch_up()
+    assert pair.follower.version == 3 and same_bits(pair.engine.live, weights_at(3))
 
 
 def test_a_damaged_delta_is_quarantined_once_and_gone_round_by_the_anchor(pair: Pair) -> None:
@@ -377,3 +393,46 @@ def test_a_pack_that_is_whole_but_not_what_its_manifest_promises_is_refused(pair
     path.write_bytes(seal(lie))
     assert verify(pair.store)[0] == "v00000000.full does not give the weights that version 0 promises"
     assert pair.follower.poll() is None and "other tensors than its manifest names" in pair.follower.stats().problem
+
+
+def test_a_manifest_of_a_newer_rollmill_is_left_in_peace_and_the_old_version_serves_on(pair: Pair) -> None:
+    pair.publish(0)
+    pair.catch_up()
+    pair.publish(1)
+    path = pair.path / "manifests" / "v00000001.json"
+    path.write_bytes(seal(msgspec.structs.replace(pair.store.manifest(1), schema=99)))
+    assert pair.follower.poll() is None and "has schema 99" in pair.follower.stats().problem
+    assert pair.follower.version == 0 and pair.store.quarantined() == {} and path.exists()
+    with pytest.raises(UnknownFormat, match="schema 99"):
+        Follower(pair.store, apply=pair.engine.apply).bootstrap()
+
+
+def test_a_replica_that_polls_in_the_background_while_the_trainer_publishes_ends_at_the_last_version(pair: Pair) -> None:
+    ready: queue.Queue[Staged] = queue.Queue()
+    done = threading.Event()
+
+    def keep_polling() -> None:
+        while not done.is_set():
+            staged = pair.follower.poll()
+            if staged is None:
+                done.wait(0.001)
+            else:
+                ready.put(staged)
+
+    poller = threading.Thread(target=keep_polling, daemon=True)
+    poller.start()
+    trainer = threading.Thread(target=lambda: pair.publish(*range(40)), daemon=True)
+    trainer.start()
+    try:
+        while pair.follower.version != 39:
+            try:
+                pair.follower.swap(ready.get(timeout=60))
+            except WrongBase:
+                continue
+            version = pair.follower.version
+            assert version is not None and same_bits(pair.engine.live, weights_at(version))
+    finally:
+        done.set()
+        poller.join(60)
+    trainer.join(60)
+    assert pair.follower.stats().num_wrong_weights == 0

@@ -33,11 +33,10 @@ class EngineFake:
 def weights_at(step: int) -> dict[str, torch.Tensor]:
     """Small weights that depend on nothing but the step: a few elements move each time, one tensor never does."""
     generator = torch.Generator().manual_seed(7)
-    wide = torch.randn(24, 16, generator=generator).bfloat16()
-    for past in range(step + 1):
-        wide.view(-1)[(past * 37) % wide.numel()] += 0.5
+    wide = torch.randn(24, 16, generator=generator)
+    moves = torch.bincount(torch.arange(step + 1) * 37 % wide.numel(), minlength=wide.numel()).reshape(wide.shape)
     return {
-        "wide": wide,
+        "wide": (wide + 0.5 * moves).bfloat16(),
         "gain": torch.full((9,), float(step)),
         "still": torch.arange(5, dtype=torch.int64),
         "empty": torch.empty(0, 4),

@@ -129,10 +129,10 @@ class NamespaceBackend:
             if link.process.returncode:  # killed, so it could not clean up
                 await asyncio.to_thread(cgroups.sweep_all)
 
-    def _box_gone(self, name: str, why: str) -> None:
+    def _box_gone(self, name: str, why: str, ruined: bool) -> None:
         box = self._boxes.pop(name, None)
         if box is not None:
-            box.gone(why)
+            box.gone(why, ruined=ruined)
 
     def _zygote_lost(self) -> None:
         boxes, self._boxes = self._boxes, {}

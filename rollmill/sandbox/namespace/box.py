@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,11 @@ WRITE_CHUNK_BYTES = 4 << 20
 CLOSE_DEADLINE_S = 30.0
 
 
+class BoxRuined(Exception):
+    """The agent's program destroyed its own box. Were that a failure, an agent could escape its grade by doing so: every
+    call turns it into an observation."""
+
+
 class NamespaceBox(asyncio.Protocol):
     """One sandbox; made by `NamespaceBackend.create` only."""
 
@@ -36,6 +42,7 @@ class NamespaceBox(asyncio.Protocol):
         self._pending: dict[int, asyncio.Future[Answer]] = {}
         self._next_request = 0
         self._hung_up = False
+        self._ruined = False
         self._why: str | None = None
         self._transport: asyncio.Transport | None = None
         self._reaped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -62,8 +69,9 @@ class NamespaceBox(asyncio.Protocol):
 
     # The backend's side
 
-    def gone(self, why: str) -> None:
-        """The zygote reaped the box, or died itself and took the box with it."""
+    def gone(self, why: str, *, ruined: bool = False) -> None:
+        """The zygote reaped the box, or died itself and took the box with it; `ruined`: by the agent's own doing."""
+        self._ruined = ruined and self._why is None
         self._why = self._why or why
         if not self._reaped.done():
             self._reaped.set_result(None)
@@ -78,8 +86,9 @@ class NamespaceBox(asyncio.Protocol):
                 waiting.set_exception(self._failure())
         self._pending.clear()
 
-    def _failure(self) -> RunFailure:
-        return RunFailure(Boundary.SANDBOX, f"box {self.name} is gone: {self._why}")
+    def _failure(self) -> RunFailure | BoxRuined:
+        message = f"box {self.name} is gone: {self._why}"
+        return BoxRuined(message) if self._ruined else RunFailure(Boundary.SANDBOX, message)
 
     async def install(self, deadline_s: float) -> None:
         """Wait until PID 1 stands and has written the initial world."""
@@ -98,8 +107,17 @@ class NamespaceBox(asyncio.Protocol):
             raise ValueError(f"{len(stdin)} bytes of standard input are more than {MAX_STDIN_BYTES}; write them to a file first")
         if not argv or any("\0" in word for word in argv):
             raise ValueError(f"argv {list(argv)!r} must name a program and contain no NUL byte")
+        begun = time.monotonic()
+        try:
+            return await self._exec(list(argv), timeout_s, stdin, max_output_bytes)
+        except BoxRuined as ruin:
+            words = f"{ruin}\n".encode()
+            wall_s = time.monotonic() - begun
+            return ExecResult(exit_code=-9, stdout=words[:max_output_bytes], num_output_bytes=len(words), timed_out=False, wall_s=wall_s)
+
+    async def _exec(self, argv: Sequence[str], timeout_s: float, stdin: bytes, max_output_bytes: int) -> ExecResult:
         request = self._next_request
-        answer = self._ask({"op": "exec", "argv": list(argv), "max_output_bytes": max_output_bytes}, stdin)
+        answer = self._ask({"op": "exec", "argv": argv, "max_output_bytes": max_output_bytes}, stdin)
         try:
             async with asyncio.timeout(timeout_s):
                 header, output = await asyncio.shield(answer)
@@ -145,7 +163,10 @@ class NamespaceBox(asyncio.Protocol):
     # Inside
 
     async def _file(self, path: str, header: dict[str, Any], payload: bytes = b"") -> Answer:
-        answer = await self._within(self._ask(header, payload), FILE_DEADLINE_S, header["op"])
+        try:
+            answer = await self._within(self._ask(header, payload), FILE_DEADLINE_S, header["op"])
+        except BoxRuined as ruin:
+            raise OSError(errno.EIO, str(ruin), path) from None
         if "errno" in answer[0]:
             raise OSError(answer[0]["errno"], answer[0]["message"], path)
         return answer

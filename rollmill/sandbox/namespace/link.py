@@ -42,7 +42,7 @@ def control_pair() -> tuple[socket.socket, socket.socket]:
 
 
 class ZygoteLink:
-    """A running zygote. `on_gone(box, why)` is called for each box that ended, `on_lost()` once when the zygote itself did."""
+    """A running zygote. `on_gone(box, why, ruined)` is called for each box that ended, `on_lost()` once when the zygote itself did."""
 
     def __init__(self, process: asyncio.subprocess.Process, control: socket.socket, capabilities: dict[str, str]) -> None:
         self.process = process
@@ -50,7 +50,7 @@ class ZygoteLink:
         self.lost = False
         self._control = control
         self._unsent: deque[tuple[bytes, socket.socket | None]] = deque()
-        self._on_gone: Callable[[str, str], None] = lambda box, why: None
+        self._on_gone: Callable[[str, str, bool], None] = lambda box, why, ruined: None
         self._on_lost: Callable[[], None] = lambda: None
 
     @classmethod
@@ -76,7 +76,7 @@ class ZygoteLink:
             raise
         return cls(process, ours, hello)
 
-    def listen(self, on_gone: Callable[[str, str], None], on_lost: Callable[[], None]) -> None:
+    def listen(self, on_gone: Callable[[str, str, bool], None], on_lost: Callable[[], None]) -> None:
         self._on_gone, self._on_lost = on_gone, on_lost
         asyncio.get_running_loop().add_reader(self._control, self._hear)
 
@@ -119,7 +119,7 @@ class ZygoteLink:
                 self._lose()
                 return
             news = json.loads(message)
-            self._on_gone(news["gone"], news["why"])
+            self._on_gone(news["gone"], news["why"], news["ruined"])
 
     def _lose(self) -> None:
         if self.lost:

@@ -180,9 +180,10 @@ def configure(rng: random.Random, level: int) -> Problem:
     """Change one setting of a file and leave the others alone."""
     name, *keys = draw(rng, 3 + level)
     path = f"{name}.cfg"
-    values = dict(zip(keys, rng.sample(range(1, 100), len(keys)), strict=True))
+    numbers = range(1, 10 if level == 1 else 100)
+    values = dict(zip(keys, rng.sample(numbers, len(keys)), strict=True))
     key, other = rng.sample(keys, 2)
-    new = rng.choice([n for n in range(1, 100) if n not in values.values()])
+    new = rng.choice([n for n in numbers if n not in values.values()])
     text = "".join(f"{k} = {v}\n" for k, v in values.items())
     look, mend = read(path, text), edit(path, f"{key} = {values[key]}", f"{key} = {new}")
     botched = rng.choice(

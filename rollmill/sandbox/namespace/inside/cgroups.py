@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 
 _PREFIX = "rollmill-"
+_CLOSE_S = 2.0
+"""How long the kernel may hold the group of a dead box when everything else is done."""
 
 
 class MemoryGroups:
@@ -34,18 +37,36 @@ class MemoryGroups:
                 self._write(f"{box}/memory.memsw.limit_in_bytes", str(memory_bytes))
         self._write(f"{box}/cgroup.procs", "0")
 
+    def ran_out(self, box: str) -> bool:
+        """Whether the kernel killed a process of the group because its memory was used up."""
+        name = "memory.events" if self.name == "cgroup-v2" else "memory.oom_control"
+        try:
+            fd = os.open(f"{box}/{name}", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.fd)
+        except FileNotFoundError:
+            return False
+        with open(fd) as lines:
+            return any(line.startswith("oom_kill ") and int(line.split()[1]) > 0 for line in lines)
+
     def remove(self, box: str) -> None:
         """Remove the group of a dead box; one that the kernel still holds is tried again with the next."""
-        for name in (*self._late, box):
+        self._late.add(box)
+        self._remove_late()
+
+    def _remove_late(self) -> None:
+        for name in tuple(self._late):
             try:
                 os.rmdir(name, dir_fd=self.fd)
-                self._late.discard(name)
             except FileNotFoundError:
-                self._late.discard(name)
+                pass  # its box failed before it made one
             except OSError:
-                self._late.add(name)
+                continue
+            self._late.discard(name)
 
     def close(self) -> None:
+        deadline = time.monotonic() + _CLOSE_S
+        while self._late and time.monotonic() < deadline:
+            time.sleep(0.01)
+            self._remove_late()
         with contextlib.suppress(OSError):  # a group the kernel still holds is swept by the next zygote
             os.rmdir(self._own, dir_fd=self._parent_fd)
 
@@ -62,7 +83,7 @@ def open_groups() -> MemoryGroups | None:
     for name, parent in _candidates():
         with contextlib.suppress(OSError):
             sweep(parent)
-            own = f"{_PREFIX}{os.getpid()}"
+            own = f"{_PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
             os.mkdir(f"{parent}/{own}")
             try:
                 if name == "cgroup-v2":
@@ -122,7 +143,7 @@ def sweep_all() -> None:
 def sweep(parent: str) -> None:
     """Remove the groups of zygotes that were killed before they could; those still dying are left to the next sweep."""
     for name in os.listdir(parent):
-        if not name.startswith(_PREFIX) or os.path.exists(f"/proc/{name[len(_PREFIX) :]}"):
+        if not name.startswith(_PREFIX) or os.path.exists(f"/proc/{name.split('-')[1]}"):
             continue
         base = f"{parent}/{name}"
         with contextlib.suppress(OSError):  # another zygote may sweep at the same time

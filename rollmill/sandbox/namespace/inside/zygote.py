@@ -143,9 +143,9 @@ class Boxes:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_fd, 4096)
             self._end_lifetimes()
-            for box, status in self._reap():
+            for news in self._reap():
                 with contextlib.suppress(OSError):  # the owner hung up: the next turn sees it
-                    self._control.send(json.dumps({"gone": box, "why": self._why.pop(box, ended_by(status))}).encode())
+                    self._control.send(json.dumps(news).encode())
         self._end_all()
 
     def _until_next_end(self) -> float | None:
@@ -173,7 +173,7 @@ class Boxes:
         try:
             self._create(box, socket.socket(fileno=passed[0]))
         except OSError as error:
-            self._control.send(json.dumps({"gone": box.box, "why": f"the zygote cannot fork: {error}"}).encode())
+            self._control.send(json.dumps({"gone": box.box, "why": f"the zygote cannot fork: {error}", "ruined": False}).encode())
             return True
         heapq.heappush(self._ends, (time.monotonic() + box.lifetime_s, box.box))
         return True
@@ -201,16 +201,20 @@ class Boxes:
             self._why.setdefault(box, why)
             os.kill(pid, signal.SIGKILL)
 
-    def _reap(self) -> list[tuple[str, int]]:
-        dead = []
+    def _reap(self) -> list[dict[str, Any]]:
+        """What the owner must hear of each box that ended since the last call."""
+        news: list[dict[str, Any]] = []
         while self._pids:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
             box = self._names[pid]
+            killed = box not in self._why and os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+            ruined = killed and self._zygote.groups is not None and self._zygote.groups.ran_out(box)
+            why = "it used up its memory, its first process included" if ruined else self._why.pop(box, ended_by(status))
+            news.append({"gone": box, "why": why, "ruined": ruined})
             self._forget(box)
-            dead.append((box, status))
-        return dead
+        return news
 
     def _forget(self, box: str) -> None:
         del self._names[self._pids.pop(box)]

@@ -1,0 +1,203 @@
+"""The run file: TOML to one typed, frozen configuration. Unknown keys are errors that name the nearest known key."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class RunSection(Section):
+    dir: Path = Path("runs/default")
+    """Where everything of this run is kept."""
+    seed: int = Field(0, ge=0)
+    """Decides tasks and samples."""
+    steps: int = Field(100, ge=1)
+    """Optimiser steps to take."""
+    mode: Literal["async", "sync"] = "async"
+    """sync = the same code with staleness 0 and a barrier after each step."""
+
+
+class ModelSection(Section):
+    path: Path
+    """A Hugging Face safetensors directory: where training starts."""
+
+
+class TasksSection(Section):
+    family: str = "repo"
+    """Who makes and grades the tasks."""
+    kinds: tuple[str, ...] = ()
+    """Only these kinds; empty = all."""
+    levels: tuple[int, ...] = (1,)
+    """Difficulty levels to draw from."""
+    num_heldout: int = Field(128, ge=0)
+    """Held-out tasks tried before and after training; 0 = none."""
+
+
+class RolloutSection(Section):
+    group_size: int = Field(8, ge=2)
+    """Attempts at each task, compared with each other."""
+    max_running: int = Field(64, ge=1)
+    """Most episodes at once; the controller moves below this."""
+    temperature: float = Field(1.0, gt=0)
+    max_turns: int = Field(8, ge=1)
+    """Model turns per episode."""
+    max_tokens_per_turn: int = Field(128, ge=1)
+    episode_s: float = Field(120.0, gt=0)
+    """An episode older than this is cancelled and tried again."""
+    tool_s: float = Field(10.0, gt=0)
+    """A tool call older than this is stopped and the agent told."""
+    max_retries: int = Field(3, ge=0)
+    """How often an attempt that failed outside the agent's control is repeated."""
+    sandbox: str = "namespace"
+    """Which sandbox backend."""
+    tool_latency_s: tuple[float, float] = (0.0, 0.0)
+    """Extra seconds every tool call really takes, drawn evenly from this range: for benchmarks of slow tools."""
+
+
+class TrainerSection(Section):
+    groups_per_batch: int = Field(8, ge=1)
+    lr: float = Field(1e-6, gt=0)
+    warmup_steps: int = Field(5, ge=0)
+    max_staleness: int = Field(4, ge=0)
+    """A group whose oldest token is more than this many weight versions old is dropped, never trained."""
+    loss: Literal["dppo_tv"] = "dppo_tv"
+    tv_delta: float = Field(0.2, gt=0, le=1)
+    """dppo_tv: a token stops pushing once its probability moved this far in the advantage's direction."""
+    kl_tau: float = Field(2e-3, ge=0)
+    """dppo_tv: pull towards the sampling policy."""
+    ratio_cap: float = Field(20.0, ge=1)
+    """dppo_tv: the importance ratio is cut here, one-sided."""
+    length_norm: float = Field(64.0, gt=0)
+    """The constant every episode's token sum is divided by (not its own length)."""
+    checkpoint_every: int = Field(1, ge=1)
+    """Steps between checkpoints. Work since the last one is repeated after a crash, never lost or doubled."""
+    tokens_per_microbatch: int = Field(8192, ge=256)
+    num_threads: int = Field(1, ge=1)
+    batch_s: float = Field(600.0, gt=0)
+    """The trainer gives up, naming who it waits for, when no batch is ready for this long."""
+
+
+class EngineSection(Section):
+    num_replicas: int = Field(1, ge=1)
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    """First port; replica i takes port + i. 0 = any free one."""
+    num_slots: int = Field(64, ge=1)
+    """Sequences decoded at once."""
+    max_len: int = Field(512, ge=16)
+    """Longest context in tokens."""
+    num_threads: int = Field(1, ge=1)
+
+
+class WeightsSection(Section):
+    anchor_every: int = Field(16, ge=1)
+    """A full snapshot every so many versions; deltas between."""
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    run: RunSection = RunSection()
+    model: ModelSection
+    tasks: TasksSection = TasksSection()
+    rollout: RolloutSection = RolloutSection()
+    trainer: TrainerSection = TrainerSection()
+    engine: EngineSection = EngineSection()
+    weights: WeightsSection = WeightsSection()
+
+    @model_validator(mode="after")
+    def _agree(self) -> RunConfig:
+        if self.run.mode == "async" and self.trainer.max_staleness < 1:
+            raise ValueError("trainer.max_staleness is 0 but run.mode is 'async'; set run.mode = \"sync\" or trainer.max_staleness >= 1")
+        lo, hi = self.rollout.tool_latency_s
+        if not 0 <= lo <= hi:
+            raise ValueError(f"rollout.tool_latency_s is [{lo}, {hi}]; give two numbers with 0 <= first <= second")
+        if self.engine.port and self.engine.port + self.engine.num_replicas > 65536:
+            raise ValueError(f"engine.port {self.engine.port} leaves no room for {self.engine.num_replicas} replicas below port 65536")
+        return self
+
+    @property
+    def max_staleness(self) -> int:
+        """The bound in force: 0 in sync mode."""
+        return 0 if self.run.mode == "sync" else self.trainer.max_staleness
+
+
+class ConfigError(ValueError):
+    """A run file or override that cannot be used; the text says where and what to change."""
+
+
+def load_config(path: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
+    """Read a run file and apply `a.b=value` overrides, whose values are TOML (bare words are strings)."""
+    if not path.is_file():
+        raise ConfigError(f"there is no run file {path}")
+    try:
+        raw = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    for override in overrides:
+        _apply(raw, override)
+    return parse_config(raw, str(path))
+
+
+def parse_config(raw: dict[str, Any], where: str) -> RunConfig:
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{where}: {_explain(e)}" for e in error.errors())) from error
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved configuration as a run file that can be fed back in."""
+    return tomli_w.dumps(config.model_dump(mode="json"))
+
+
+def known_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
+    """Every dotted key of the run file."""
+    keys: list[str] = []
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            keys += [f"{prefix}{name}", *known_keys(kind, f"{prefix}{name}.")]
+        else:
+            keys.append(f"{prefix}{name}")
+    return keys
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, sign, text = override.partition("=")
+    if not sign or not key:
+        raise ConfigError(f"--set {override!r} has no '='; write --set trainer.lr=1e-5")
+    try:
+        value = tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, leaf = key.split(".")
+    table = raw
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {override!r}: {parent!r} is a value, not a section")
+    table[leaf] = value
+
+
+def _explain(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        known = known_keys()
+        near = difflib.get_close_matches(key, known, 1, 0.0)
+        leaf = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
+        return f"unknown key {key!r}; the nearest known key is {(leaf or near)[0]!r}"
+    if error["type"] == "missing":
+        return f"{key!r} is missing; add it to the run file"
+    if not key:
+        return str(error["msg"]).removeprefix("Value error, ")
+    return f"{key} = {error['input']!r} is not usable: {error['msg'][0].lower()}{error['msg'][1:]}"

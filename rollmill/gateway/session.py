@@ -1,0 +1,95 @@
+"""One conversation, token-exact: what was sampled is kept as sampled, only what is new is rendered and encoded.
+
+The context of every call is the context of the call before, plus the sampled ids, plus the encoding of the text between.
+Nothing is ever re-tokenised, so the trained ids equal the sampled ones by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from blake3 import blake3
+
+from rollmill.engine.protocol import FinishReason, GenerateRequest
+from rollmill.records import Boundary, RunFailure, Window
+
+if TYPE_CHECKING:
+    from rollmill.gateway.gateway import Gateway
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """What the policy said in one turn."""
+
+    text: str
+    """Without the end-of-turn token."""
+    is_complete: bool
+    """False when the turn was cut by a limit instead of ended by the policy."""
+    num_tokens: int
+
+
+class Session:
+    """Grows one context window turn by turn."""
+
+    def __init__(self, gateway: Gateway, key: str, *, seed: int, temperature: float, min_version: int | None) -> None:
+        self._gateway, self._key, self._seed = gateway, key, seed
+        self._temperature, self._min_version = temperature, min_version
+        self.messages: list[dict[str, Any]] = []
+        self._tokens: list[int] = []
+        self._sampled: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._num_turns = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weight version among the tokens sampled so far."""
+        return min((v for v in self._versions if v >= 0), default=None)
+
+    async def reply(self, new: Sequence[dict[str, Any]], *, max_tokens: int, deadline: float) -> Reply:
+        """Append `new` messages and let the policy answer. The answer joins `messages` as plain text."""
+        tokenizer = self._gateway.tokenizer
+        if not self._tokens:
+            context = tokenizer.encode(tokenizer.render(new))
+        else:
+            context = tokenizer.encode(tokenizer.render_after(self.messages[:-1], new))
+            # The policy has closed its turn itself: the template's closing token would be a second one.
+            if context and self._tokens[-1] in tokenizer.stop_ids and context[0] == self._tokens[-1]:
+                context = context[1:]
+        self._extend(context, [0] * len(context), [0.0] * len(context), [-1] * len(context))
+        self.messages.extend(new)
+        seed = int.from_bytes(blake3(f"{self._seed}/{self._key}/{self._num_turns}".encode()).digest(7), "little")
+        request = GenerateRequest(
+            prompt_ids=self._tokens,
+            max_tokens=max_tokens,
+            temperature=self._temperature,
+            seed=seed,
+            stop_ids=sorted(tokenizer.stop_ids),
+            session=self._key,
+            min_version=self._min_version,
+        )
+        answer = await self._gateway.generate(request, deadline=deadline)
+        if answer.finish_reason in (FinishReason.CANCELLED, FinishReason.ERROR, FinishReason.DEADLINE) or not answer.token_ids:
+            raise RunFailure(Boundary.MODEL, f"the replica ended the turn with {answer.finish_reason} after {len(answer.token_ids)} tokens")
+        ids = answer.token_ids
+        self._extend(ids, [1] * len(ids), answer.logprobs_T.tolist(), answer.versions_T.tolist())
+        self._num_turns += 1
+        is_complete = ids[-1] in tokenizer.stop_ids
+        text = tokenizer.decode(ids[:-1] if is_complete else ids)
+        self.messages.append({"role": "assistant", "content": text})
+        return Reply(text=text, is_complete=is_complete, num_tokens=len(ids))
+
+    def window(self) -> Window:
+        """The context so far, with the evidence."""
+        return Window.of(tokens=self._tokens, sampled=self._sampled, logprobs=self._logprobs, versions=self._versions)
+
+    def _extend(self, tokens: list[int], sampled: list[int], logprobs: list[float], versions: list[int]) -> None:
+        self._tokens += tokens
+        self._sampled += sampled
+        self._logprobs += logprobs
+        self._versions += versions

@@ -1,0 +1,67 @@
+"""The default agent loop: ask the policy, run its tools, tell it the results, until it submits or runs out of budget."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import Any
+
+import msgspec
+
+from rollmill.gateway.session import Session
+from rollmill.harness.tools import CallError, parse_calls, run_tool
+from rollmill.records import StopReason, Task
+from rollmill.sandbox.interface import Sandbox
+
+SYSTEM = "You are a coding agent. Use the tools, then submit."
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """The budget of one episode."""
+
+    max_turns: int
+    max_tokens_per_turn: int
+    max_context: int
+    """Tokens of context, the replica's limit."""
+    tool_s: float
+    max_result_chars: int = 2000
+    """A longer tool result is cut in the middle."""
+    tool_latency_s: tuple[float, float] = (0.0, 0.0)
+    """Extra seconds per tool call, drawn evenly."""
+
+
+class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
+    stop: StopReason
+    timing_s: dict[str, float]
+
+
+async def run_agent(task: Task, box: Sandbox, session: Session, limits: Limits, *, deadline: float, rng: random.Random) -> AgentRun:
+    """Play one episode. Whatever the policy does ends in a StopReason; only our own machinery raises."""
+    timing = {"model": 0.0, "tool": 0.0}
+    new: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task.instruction}]
+    for _ in range(limits.max_turns):
+        room = limits.max_context - session.num_tokens - sum(len(m["content"]) for m in new) - 64
+        if session.num_tokens and room <= 0:
+            return AgentRun(stop=StopReason.MAX_TOKENS, timing_s=timing)
+        started = time.monotonic()
+        reply = await session.reply(new, max_tokens=limits.max_tokens_per_turn, deadline=deadline)
+        timing["model"] += time.monotonic() - started
+        if not reply.is_complete:
+            return AgentRun(stop=StopReason.MAX_TOKENS, timing_s=timing)
+        started = time.monotonic()
+        new = []
+        try:
+            calls = parse_calls(reply.text, task.tools)
+        except CallError as error:
+            new.append({"role": "tool", "content": str(error)})
+            continue
+        for call in calls:
+            if call.name == "submit":
+                return AgentRun(stop=StopReason.SUBMITTED, timing_s=timing)
+            if limits.tool_latency_s[1] > 0:
+                await asyncio.sleep(rng.uniform(*limits.tool_latency_s))
+            result = await run_tool(call, box, timeout_s=limits.tool_s, max_chars=limits.max_result_chars)
+            new.append({"role": "tool", "content": result})
+        timing["tool"] += time.monotonic() - started
+    return AgentRun(stop=StopReason.MAX_TURNS, timing_s=timing)
