@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollmill.engine.calls import ApiError, Calls, while_connected
-from rollmill.engine.http import EventStream, decode_json, json_response, read_body
+from rollmill.engine.http_edge import EventStream, decode_json, json_response, read_body
 from rollmill.engine.openai_wire import ChatRequest, CompletionRequest
 from rollmill.engine.protocol import FinishReason
 from rollmill.engine.scheduler import Update

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from rollmill.engine.calls import ApiError, Calls, ClientGone, while_connected
 from rollmill.engine.engine import EnginePhase, reply_of
-from rollmill.engine.http import PolicyVersion, decode_json, decode_msgpack, error_response, gone_response, json_response, read_body
+from rollmill.engine.http_edge import PolicyVersion, decode_json, decode_msgpack, error_response, gone_response, json_response, read_body
 from rollmill.engine.openai_api import chat_completions, completions
 from rollmill.engine.protocol import JSON, MSGPACK, GenerateReply, GenerateRequest
 from rollmill.engine.service import Service

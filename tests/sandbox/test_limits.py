@@ -52,7 +52,7 @@ def test_box_that_the_agent_destroys_by_memory_stays_an_observation(play):
     """Processes smaller than PID 1 that undo their OOM score make the kernel choose PID 1."""
     hog = "\n".join((
         "echo 0 > /proc/self/oom_score_adj",
-        "x=$(head -c 3M /dev/zero | tr '\\0' x)",
+        "x=$(head -c 2M /dev/zero | tr '\\0' x)",
         "sleep 1000 & wait",
     ))  # fmt: skip
 
@@ -60,7 +60,7 @@ def test_box_that_the_agent_destroys_by_memory_stays_an_observation(play):
         if not (await backend.capabilities())["memory"].startswith("cgroup"):
             pytest.skip("without control groups memory is bounded per process")
         box = await backend.create(SandboxSpec(memory_bytes=64 << 20, disk_bytes=1 << 20, num_processes=400, files={"hog": hog}))
-        line = "echo 0 > /proc/self/oom_score_adj; for i in $(seq 60); do sh hog & done; wait"
+        line = "echo 0 > /proc/self/oom_score_adj; for i in $(seq 80); do sh hog & done; wait"
         result = await box.exec(["sh", "-c", line], timeout_s=60)
         assert result.exit_code == -9 and not result.timed_out and b"used up its memory" in result.stdout
         assert (await box.exec(["true"], timeout_s=60)).exit_code == -9

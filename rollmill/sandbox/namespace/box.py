@@ -92,7 +92,10 @@ class NamespaceBox(asyncio.Protocol):
 
     async def install(self, deadline_s: float) -> None:
         """Wait until PID 1 stands and has written the initial world."""
-        header, _ = await self._within(self._ask({"op": "world", "files": dict(self._spec.files)}), deadline_s, "creating it")
+        try:
+            header, _ = await self._within(self._ask({"op": "world", "files": dict(self._spec.files)}), deadline_s, "creating it")
+        except BoxRuined as ruin:  # no agent has run yet
+            raise RunFailure(Boundary.SANDBOX, f"{ruin}; give the box more memory") from None
         if "errno" in header:
             raise RunFailure(Boundary.SANDBOX, f"box {self.name} could not be made: {header['message']}")
 

@@ -1,0 +1,222 @@
+"""The trainer role: takes groups as they become ready, learns, publishes every new version and commits what it consumed.
+
+Exactly once: a group is ADMITTED with its batch before it is learnt from, and TRAINED in the same transaction that makes
+the checkpoint holding its gradient the head. After a crash the admitted batches since the head are replayed as they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from rollmill.config import RunConfig
+from rollmill.ledger import CheckpointRow, CorruptBlob, GroupRow, IllegalTransition, Ledger, Pacing, cut
+from rollmill.model import load_model
+from rollmill.records import BlobRef, DropReason, EpisodeState, Trace
+from rollmill.telemetry import Metrics, Waits
+from rollmill.trainer.batch import Attempt, make_batch
+from rollmill.trainer.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
+from rollmill.trainer.learn import Learner
+from rollmill.trainer.loss import LossConfig
+from rollmill.trainer.optimizer import MasterAdamW
+from rollmill.weights import DirectoryStore, Published, Publisher
+
+log = logging.getLogger("rollmill.trainer")
+POLL_S = 0.01
+STORE_DIR = "weights"
+
+
+class TrainerLoop:
+    """One trainer process. `should_stop` is asked between steps."""
+
+    def __init__(self, config: RunConfig, ledger: Ledger, metrics: Metrics, waits: Waits, should_stop: Callable[[], bool]) -> None:
+        self._config, self._ledger, self._metrics, self._waits, self._should_stop = config, ledger, metrics, waits, should_stop
+        t = config.trainer
+        torch.set_num_threads(t.num_threads)
+        model, _ = load_model(config.model.path)
+        self._optimizer = MasterAdamW(model, lr=t.lr, warmup_steps=t.warmup_steps)
+        self._model = model
+        self._learner = Learner(
+            model,
+            self._optimizer,
+            LossConfig(tv_delta=t.tv_delta, kl_tau=t.kl_tau, ratio_cap=t.ratio_cap),
+            temperature=config.rollout.temperature,
+            length_norm=t.length_norm,
+            tokens_per_microbatch=t.tokens_per_microbatch,
+        )
+        self._pacing = Pacing.from_staleness(config.max_staleness, t.groups_per_batch, config.run.mode)
+        # In sync mode a committed step is what tells rollouts that the barrier is open.
+        self._checkpoint_every = 1 if config.run.mode == "sync" else t.checkpoint_every
+        self._publisher = Publisher(
+            DirectoryStore(ledger.run_dir / STORE_DIR),
+            run_id=ledger.run_dir.name,
+            anchor_every=config.weights.anchor_every,
+            on_published=self._record_version,
+        )
+        self.step = 0
+        self.version = -1
+        self._wall_s = 0.0
+
+    def run(self) -> None:
+        """Train until the last step, then leave a finished store and a committed ledger."""
+        self._recover()
+        started = time.monotonic()
+        base_wall_s = self._wall_s
+        try:
+            replay = self._ledger.pending_batches()
+            while self.step < self._config.run.steps and not self._should_stop():
+                waited = time.monotonic()
+                if self.step in replay:
+                    rows = replay.pop(self.step)
+                    log.info("replaying batch %d of %d groups admitted before a crash", self.step, len(rows))
+                else:
+                    rows = self._next_batch()
+                if not rows:
+                    break
+                waited_s = time.monotonic() - waited
+                self._wall_s = base_wall_s + time.monotonic() - started
+                self._train(rows, waited_s)
+            self._publisher.flush()
+        finally:
+            self._publisher.close()
+
+    def _recover(self) -> None:
+        head = self._ledger.head_checkpoint()
+        if head is not None:
+            load_checkpoint(self._ledger.run_dir, head.path, head.digest, self._optimizer)
+            self.step, self._wall_s = head.step + 1, head.wall_s
+            prune_checkpoints(self._ledger.run_dir, head.step)
+        self.version = self._publisher.resume(self._model.serving_tensors(), step=self.step)
+        if self.version not in {row.version for row in self._ledger.versions()}:
+            # Published, but the process died before the ledger heard of it.
+            self._ledger.publish_version(self.version, self.step, "full", 0, time.time())
+        log.info("starting at step %d with weight version %d", self.step, self.version)
+
+    def _record_version(self, done: Published) -> None:
+        num_bytes = done.num_bytes if done.delta_bytes is None else done.delta_bytes
+        self._ledger.publish_version(done.version, done.step, str(done.kind), num_bytes, time.time())
+        self._metrics.write(
+            {
+                "weights/version": done.version,
+                "weights/bytes": num_bytes,
+                "weights/is_full": float(done.delta_bytes is None),
+                "weights/full_bytes": done.full_bytes,
+                "timing_s/encode": done.encode_s,
+                "timing_s/write": done.write_s,
+            },
+            step=done.step,
+        )
+
+    def _next_batch(self) -> list[GroupRow]:
+        """Wait until a batch can be cut; empty when asked to stop."""
+        seen = -1
+        with self._waits.of("batch", owner="rollout", deadline_s=self._config.trainer.batch_s) as check:
+            while not self._should_stop():
+                now_seen = self._ledger.data_version()
+                if now_seen != seen:
+                    seen = now_seen
+                    if rows := self._try_cut():
+                        return rows
+                check()
+                time.sleep(POLL_S)
+        return []
+
+    def _try_cut(self) -> list[GroupRow]:
+        window = self._ledger.window(self._pacing.window)
+        found = cut(window, version=self.version, max_staleness=self._config.max_staleness, pacing=self._pacing)
+        try:
+            for row in found.stale:
+                if row.state == "ready":
+                    self._ledger.drop_group(row.group_id, DropReason.STALE, time.time())
+            if found.admit:
+                self._ledger.admit(self.step, [row.group_id for row in found.admit], version=self.version, now=time.time())
+                return self._ledger.batch(self.step)
+        except IllegalTransition as race:
+            # Rollout dropped one of these groups between our look and our move: look again.
+            log.info("batch %d: %s", self.step, race)
+        return []
+
+    def _train(self, rows: Sequence[GroupRow], waited_s: float) -> None:
+        started = time.monotonic()
+        groups = [self._attempts(row) for row in rows]
+        batch = make_batch([g for g in groups if g])
+        loaded_s = time.monotonic() - started
+        metrics, is_changed = self._learner.step(batch, version=self.version)
+        learnt_s = time.monotonic() - started - loaded_s
+        used_version, blocked_s = self.version, self._publisher.stats().blocked_s
+        if is_changed:
+            self.version = self._publisher.submit(self._model.serving_tensors(), step=self.step)
+            if self._config.run.mode == "sync":
+                with self._waits.of("publish", owner="weight store", deadline_s=600.0):
+                    self._publisher.flush()
+        published_s = time.monotonic() - started - loaded_s - learnt_s
+        if (self.step + 1) % self._checkpoint_every == 0 or self.step + 1 == self._config.run.steps:
+            self._commit()
+        total_s = time.monotonic() - started
+        staleness = [row.staleness for row in rows if row.staleness is not None]
+        ages = [row.age for row in rows if row.age is not None]
+        self._metrics.write(
+            metrics
+            | {
+                "reward/mean": float(np.mean(batch.rewards)) if batch.rewards else 0.0,
+                "reward/std": float(np.std(batch.rewards)) if batch.rewards else 0.0,
+                "frac_reward_zero_std": batch.num_groups_without_signal / max(1, batch.num_groups),
+                "staleness/mean": float(np.mean(staleness)) if staleness else 0.0,
+                "staleness/max": float(max(staleness, default=0)),
+                "staleness/age_max": float(max(ages, default=0)),
+                "timing_s/wait_batch": waited_s,
+                "timing_s/load": loaded_s,
+                "timing_s/learn": learnt_s,
+                "timing_s/publish": published_s,
+                "timing_s/publish_blocked": self._publisher.stats().blocked_s - blocked_s,
+                "timing_s/checkpoint": total_s - loaded_s - learnt_s - published_s,
+                "timing_s/step": total_s,
+                "perf/num_tokens": batch.num_tokens,
+                "perf/tokens_per_s": batch.num_tokens / max(learnt_s, 1e-9),
+                "perf/num_episodes": batch.num_episodes,
+                "weights/trained_version": used_version,
+            },
+            step=self.step,
+        )
+        self.step += 1
+
+    def _commit(self) -> None:
+        path, digest = save_checkpoint(self._ledger.run_dir, step=self.step, optimizer=self._optimizer)
+        row = CheckpointRow(step=self.step, version=self.version, path=path, digest=digest, wall_s=self._wall_s)
+        self._ledger.commit_step(row, time.time())
+        prune_checkpoints(self._ledger.run_dir, self.step)
+
+    def _attempts(self, row: GroupRow) -> list[Attempt]:
+        """The graded episodes of a group; none, and the group dropped with its reason, when a trace is damaged."""
+        episodes = [e for e in self._ledger.episodes_of(row.group_id) if e.state == EpisodeState.GRADED]
+        attempts = []
+        for episode in episodes:
+            assert episode.grade is not None and episode.blob is not None
+            attempts.append(Attempt(episode_id=episode.episode_id, reward=episode.grade.reward, load=self._loader(episode.blob)))
+        rewards = {a.reward for a in attempts}
+        try:
+            if len(rewards) > 1:
+                attempts = [msgspec.structs.replace(a, load=_held(a.load())) for a in attempts]
+        except (CorruptBlob, msgspec.DecodeError, ValueError) as error:
+            log.error("group %s is dropped: %s", row.group_id, error)
+            self._ledger.drop_group(row.group_id, DropReason.CORRUPT_BLOB, time.time())
+            return []
+        return attempts
+
+    def _loader(self, blob: BlobRef) -> Callable[[], Trace]:
+        def load() -> Trace:
+            trace = msgspec.msgpack.decode(self._ledger.blobs.get(blob), type=Trace)
+            for window in trace.windows:
+                window.check()
+            return trace
+
+        return load
+
+
+def _held(trace: Trace) -> Callable[[], Trace]:
+    return lambda: trace
