@@ -12,6 +12,8 @@ import typer
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Train LLM agents by asynchronous RL.")
 tasks_app = typer.Typer(no_args_is_help=True, help="Look at tasks and write data sets from them.")
 model_app = typer.Typer(no_args_is_help=True, help="Make and inspect models.")
+weights_app = typer.Typer(no_args_is_help=True, help="Look into a run's weight store.")
+app.add_typer(weights_app, name="weights")
 app.add_typer(tasks_app, name="tasks")
 app.add_typer(model_app, name="model")
 
@@ -97,6 +99,127 @@ def sft(
 
     config = SupervisedConfig(lr=lr, num_steps=steps, tokens_per_batch=tokens_per_batch, seed=seed, device=device)
     stage_sft(model, data, out, config, typer.echo)
+
+
+RunFile = Annotated[Path, typer.Argument(help="the run file (TOML)")]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="override, e.g. --set trainer.lr=1e-5")]
+RunDir = Annotated[Path, typer.Argument(help="the run directory")]
+
+
+@app.command()
+def train(
+    run_file: RunFile,
+    set_: Sets = None,
+    resume: Annotated[bool, typer.Option(help="go on with the run in run.dir")] = False,
+    dry_run: Annotated[bool, typer.Option(help="print the resolved run file and what would start, then stop")] = False,
+) -> None:
+    """Train: supervise trainer, engines and rollouts on this machine until the last step."""
+    from rollmill.config import dump_config, load_config
+    from rollmill.fleet.display import Display
+    from rollmill.fleet.local import RoleFailed, Supervisor
+    from rollmill.fleet.rundir import hold, prepare
+    from rollmill.fleet.summary import describe, summarise, write_summary
+    from rollmill.fleet.validate import check_inputs
+
+    config = load_config(run_file, tuple(set_ or ()))
+    check_inputs(config)
+    if dry_run:
+        typer.echo(dump_config(config))
+        typer.echo(f"# would start: trainer, {config.engine.num_replicas} x engine, rollout; everything is kept in {config.run.dir}")
+        return
+    with hold(config.run.dir, "run"):
+        resolved = prepare(config, resume=resume)
+        with Display(config) as display:
+            supervisor = Supervisor(config, resolved, say=display.say, tick=display.tick)
+            try:
+                is_finished = supervisor.run()
+            except RoleFailed as failure:
+                raise ValueError(f"{failure}\n(whole logs: {config.run.dir}/logs; go on with --resume once it is mended)") from failure
+        path = write_summary(config.run.dir)
+    if not is_finished:
+        typer.echo(f"stopped; nothing is lost. Go on with:  rollmill train {run_file} --resume")
+        raise typer.Exit(130)
+    typer.echo("\n" + describe(summarise(config.run.dir), config.run.dir) + "\n")
+    typer.echo(str(path))
+
+
+@app.command()
+def role(name: str, run_file: RunFile, index: int = 0, set_: Sets = None) -> None:
+    """Run one role of a run: trainer, engine or rollout. This is what a launcher calls."""
+    from rollmill.config import load_config
+    from rollmill.fleet.role import run_role
+
+    raise typer.Exit(run_role(name, load_config(run_file, tuple(set_ or ())), index=index))
+
+
+@app.command()
+def summary(run_dir: RunDir) -> None:
+    """Say in plain English what a run achieved so far."""
+    from rollmill.fleet.summary import describe, summarise
+
+    typer.echo(describe(summarise(run_dir), run_dir))
+
+
+@app.command()
+def audit(run_dir: RunDir) -> None:
+    """Prove from the ledger that every episode ended once and every group was trained at most once."""
+    from rollmill.ledger import Ledger
+
+    with Ledger.open_reader(run_dir) as ledger:
+        problems, progress = ledger.audit(), ledger.progress()
+    for problem in problems:
+        typer.echo(f"VIOLATED: {problem}")
+    if problems:
+        raise typer.Exit(1)
+    typer.echo(f"clean: {progress.num_trained} groups trained exactly once, {progress.num_dropped} dropped with a reason")
+
+
+@app.command()
+def show(run_dir: RunDir, episode: Annotated[str | None, typer.Argument(help="episode id; the newest graded one by default")] = None) -> None:
+    """Print one episode, turn by turn, with its grade and weight versions."""
+    from rollmill.fleet.viewer import show_episode
+
+    typer.echo(show_episode(run_dir, episode))
+
+
+@weights_app.command("log")
+def weights_log(run_dir: RunDir) -> None:
+    """The chain of published weight versions."""
+    from rollmill.weights import DirectoryStore, log
+
+    typer.echo("\n".join(log(DirectoryStore(_existing(run_dir / "weights")))))
+
+
+@weights_app.command("verify")
+def weights_verify(run_dir: RunDir) -> None:
+    """Check every snapshot of a run bit for bit."""
+    from rollmill.weights import DirectoryStore, verify
+
+    problems = verify(DirectoryStore(_existing(run_dir / "weights")))
+    for problem in problems:
+        typer.echo(f"DAMAGED: {problem}")
+    if problems:
+        raise typer.Exit(1)
+    typer.echo("clean: every snapshot decodes to the weights the trainer fingerprinted")
+
+
+@tasks_app.command("show")
+def tasks_show(seed: int = 0, num: int = 5, levels: str = "1", split: str = "train") -> None:
+    """Print a few generated tasks."""
+    from rollmill.tasks import TaskSource, open_family
+
+    source = TaskSource(open_family("repo"), split=split, seed=seed, levels=tuple(int(x) for x in levels.split(",")))
+    for index in range(num):
+        task = source.task(index)
+        typer.echo(f"{task.task_id}\n  {task.instruction}")
+        for path, text in task.files.items():
+            typer.echo(f"  {path}: {text!r}")
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_dir():
+        raise ValueError(f"there is no {path}; give a run directory")
+    return path
 
 
 def main() -> None:

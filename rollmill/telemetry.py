@@ -144,7 +144,10 @@ class RoleServer:
 
     async def _health(self, request: Request) -> JSONResponse:
         now = time.monotonic()
-        waits = [{"name": w.name, "owner": w.owner, "waited_s": round(now - w.since, 3), "deadline_s": w.deadline_s} for w in self._waits.current()]
+        waits = [
+            {"name": w.name, "owner": w.owner, "waited_s": round(now - w.since, 3), "deadline_s": w.deadline_s}
+            for w in self._waits.current()
+        ]
         return JSONResponse({"role": self._metrics.role, "waits": waits, **self._note()})
 
     async def _prometheus(self, request: Request) -> Response:

@@ -3,7 +3,7 @@
 # A minute or two on a GPU (DEVICE=cuda), about an hour on two CPU cores.
 set -euo pipefail
 PYTHON=${PYTHON:-.venv/bin/python}; DEVICE=${DEVICE:-cpu}; OUT=${OUT:-models/demo}; BUILD=${BUILD:-build/demo-model}
-MID_STEPS=${MID_STEPS:-1000}; SFT_STEPS=${SFT_STEPS:-8000}; EXPERT=${EXPERT:-0.5}; LR=${LR:-2e-3}
+MID_STEPS=${MID_STEPS:-1000}; SFT_STEPS=${SFT_STEPS:-9000}; EXPERT=${EXPERT:-0.44}; LR=${LR:-2e-3}
 HIDDEN=${HIDDEN:-160}; LAYERS=${LAYERS:-4}; ROWS=${ROWS:-300000}
 rollmill() { "$PYTHON" -m rollmill.cli "$@"; }
 rollmill tasks export documents --num "$((ROWS / 3))" --seed 1 --levels 1,2 --out "$BUILD/text.jsonl"

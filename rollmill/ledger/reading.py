@@ -78,6 +78,11 @@ class Reading(Store):
         """How many results each task has already, so that an interrupted evaluation goes on where it stopped."""
         return dict(self._all("SELECT task_id, COUNT(*) FROM evals WHERE label = ? AND version = ? GROUP BY task_id", (label, version)))
 
+    def newest_graded(self) -> str | None:
+        """The id of the episode that was graded last."""
+        found = self._events("WHERE kind = 'episode.graded' ORDER BY event_id DESC LIMIT ?", (1,))
+        return found[0].subject if found else None
+
     def events(self, after: int = 0, limit: int = 1000) -> list[EventRow]:
         """The next `limit` events after event id `after`."""
         return self._events("WHERE event_id > ? ORDER BY event_id LIMIT ?", (after, limit))

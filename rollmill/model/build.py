@@ -62,7 +62,7 @@ def new_model(path: Path, *, hidden_size: int, num_layers: int, head_dim: int, m
         num_kv_heads=hidden_size // head_dim,
         head_dim=head_dim,
         max_position=max_position,
-        eos_token_ids=(tok.token_to_id("<|im_end|>"), tok.token_to_id("<|endoftext|>")),
+        eos_token_ids=tuple(i for s in ("<|im_end|>", "<|endoftext|>") if (i := tok.token_to_id(s)) is not None),
     )
     model = Model(config)
     model.init_weights(seed)

@@ -11,6 +11,11 @@ from rollmill.trainer.loss import LossConfig, LossParts, dppo_tv
 from rollmill.trainer.optimizer import MasterAdamW
 
 LOGIT_ROWS = 4096
+METRICS = (
+    "mm/abs_diff_mean mm/abs_diff_max mm/lag0_abs_diff_max mm/k3 mm/ess corr/kept_token_frac corr/tv_masked_frac corr/w_clip_frac "
+    "corr/veto_frac corr/opsm_frac corr/nonfinite_frac pol/entropy loss/sum"
+).split()
+"""Always written, as zeros when a step had nothing to learn from."""
 
 
 class Learner:
@@ -85,9 +90,7 @@ class _Gauge:
         self._lag.append(self._version - versions_N)
 
     def metrics(self) -> dict[str, float]:
-        names = ["mm/abs_diff_mean", "mm/abs_diff_max", "mm/lag0_abs_diff_max", "mm/k3", "mm/ess", "corr/kept_token_frac",
-                 "corr/tv_masked_frac", "corr/w_clip_frac", "corr/veto_frac", "corr/opsm_frac", "corr/nonfinite_frac", "pol/entropy", "loss/sum"]  # fmt: skip
-        out = dict.fromkeys(names, 0.0)
+        out = dict.fromkeys(METRICS, 0.0)
         if not self._parts:
             return out
         finite = torch.cat([p.is_finite_N for p in self._parts])

@@ -70,7 +70,7 @@ class MasterAdamW:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if len(state["masters"]) != len(self.masters):
-            raise ValueError(f"this checkpoint has {len(state['masters'])} tensors, the model has {len(self.masters)}; it belongs to another model")
+            raise ValueError(f"this checkpoint has {len(state['masters'])} tensors, the model {len(self.masters)}; it is another model's")
         for mine, theirs in zip(self.masters, state["masters"], strict=True):
             if mine.shape != theirs.shape:
                 raise ValueError(f"this checkpoint has a tensor of shape {tuple(theirs.shape)} where the model has {tuple(mine.shape)}")

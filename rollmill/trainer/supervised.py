@@ -66,7 +66,8 @@ def load_examples(data: Path, model_dir: Path, make: Callable[..., Example], rep
     kept = [e for e in examples if len(e.tokens_T) <= limit]
     if not kept:
         raise ValueError(f"{data} holds no usable row: {len(examples)} rows, all longer than the model's {limit} tokens")
-    report(f"{len(kept):,} rows, {sum(len(e.tokens_T) for e in kept):,} tokens; {len(examples) - len(kept)} rows were longer than {limit} tokens")
+    num_tokens, num_long = sum(len(e.tokens_T) for e in kept), len(examples) - len(kept)
+    report(f"{len(kept):,} rows, {num_tokens:,} tokens; {num_long} rows were longer than {limit} tokens")
     return kept
 
 
@@ -87,7 +88,7 @@ def _tokenise(rows: Sequence[tuple[int, dict[str, Any]]], data: Path, model_dir:
 
 
 def train_supervised(model: Model, examples: list[Example], config: SupervisedConfig, report: Callable[[str], None]) -> float:
-    """Minimise the weighted next-token loss with a linear decay to a tenth; returns the last batch's loss."""
+    """Minimise the weighted next-token loss with a linear decay to a fiftieth; returns the last batch's loss."""
     # The live weights follow the fp32 masters unrounded while learning is fast, and are rounded once when saved.
     optimizer = MasterAdamW(model, lr=config.lr, eps=1e-8, weight_decay=0.01, warmup_steps=config.warmup_steps, round_live=False)
     rng, step, started, num_tokens, loss_value = np.random.default_rng(config.seed), 0, time.monotonic(), 0, float("nan")
@@ -95,14 +96,15 @@ def train_supervised(model: Model, examples: list[Example], config: SupervisedCo
         for batch in batches(examples, config.tokens_per_batch, rng):
             tokens_T = torch.from_numpy(np.concatenate([e.tokens_T for e in batch])).long().to(config.device)
             # A token's loss sits on the position before it; the last position of each sequence predicts nothing.
-            weights_T = torch.from_numpy(np.concatenate([np.append(e.weights_T[1:], 0.0) for e in batch]).astype(np.float32)).to(config.device)
+            shifted = np.concatenate([np.append(e.weights_T[1:], 0.0) for e in batch]).astype(np.float32)
+            weights_T = torch.from_numpy(shifted).to(config.device)
             attention = PackedAttention([len(e.tokens_T) for e in batch], config.device)
             hidden_TD = model(tokens_T, attention.positions_T, attention)
             rows_N = weights_T.nonzero()[:, 0]
             loss_N = F.cross_entropy(model.logits(hidden_TD[rows_N]), tokens_T[rows_N + 1], reduction="none")
             loss = (loss_N * weights_T[rows_N]).sum() / weights_T.sum()
             loss.backward()
-            optimizer.step(lr_scale=1.0 - 0.9 * step / config.num_steps)
+            optimizer.step(lr_scale=1.0 - 0.98 * step / config.num_steps)
             step, num_tokens = step + 1, num_tokens + len(tokens_T)
             if step % 100 == 0 or step == config.num_steps:
                 loss_value = float(loss.detach())

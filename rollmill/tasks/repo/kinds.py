@@ -76,7 +76,7 @@ def fix(rng: random.Random, level: int) -> Problem:
     path = f"{module}.py"
     text = "\n".join(f"def {f}(a, b):\n    return {body}\n" for f, body in functions)
     say = rng.choice(["fix {f} in {p}, it must return {w}", "{f} in {p} is wrong, it must return {w}"])
-    pairs = tuple((rng.randint(-20, 20), rng.randint(-20, 20)) for _ in range(6)) + ((3, 5), (5, 3), (2, 2))
+    pairs = (*((rng.randint(-20, 20), rng.randint(-20, 20)) for _ in range(6)), (3, 5), (5, 3), (2, 2))
     look, mend = read(path, text), edit(path, wrong, right)
     guess = rng.choice([e for e, _ in OPERATIONS.values() if e != right and e not in text])
     botched = rng.choice(
@@ -182,13 +182,14 @@ def configure(rng: random.Random, level: int) -> Problem:
     path = f"{name}.cfg"
     numbers = range(1, 10 if level == 1 else 100)
     values = dict(zip(keys, rng.sample(numbers, len(keys)), strict=True))
-    key, other = rng.sample(keys, 2)
+    key = rng.choice(keys)
     new = rng.choice([n for n in numbers if n not in values.values()])
     text = "".join(f"{k} = {v}\n" for k, v in values.items())
-    look, mend = read(path, text), edit(path, f"{key} = {values[key]}", f"{key} = {new}")
+    look, mend = read(path, text), bash(f"sed -i 's/{key} = .*/{key} = {new}/' {path}")
+    wrong = rng.choice([n for n in numbers if n not in (new, values[key])])
     botched = rng.choice(
         [
-            (look, edit(path, f"{other} = {values[other]}", f"{other} = {new}"), SUBMIT),
+            (bash(f"sed -i 's/{key} = .*/{key} = {wrong}/' {path}"), SUBMIT),
             (write(path, f"{key} = {new}\n"), SUBMIT),
             (look, SUBMIT),
         ]
@@ -197,7 +198,7 @@ def configure(rng: random.Random, level: int) -> Problem:
         instruction=f"set {key} to {new} in {path}",
         files={path: text},
         expected={path: text.replace(f"{key} = {values[key]}\n", f"{key} = {new}\n")},
-        expert=(look, mend, SUBMIT),
+        expert=(look, mend, SUBMIT) if rng.random() < 0.5 else (mend, SUBMIT),
         novice=botched,
     )
 

@@ -1,0 +1,136 @@
+"""One role as a process: its lock, its ledger handle, its telemetry port, its signals, and the way it ends.
+
+Exit status: 0 the role's work is done, 2 a person must change something (the message says what), 75 stopped on request,
+anything else a crash after which the role may simply be started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import logging
+import os
+import signal
+import sqlite3
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from rollmill.config import RunConfig
+from rollmill.fleet.rundir import ReplicaBook, announce, hold
+from rollmill.records import Role
+from rollmill.telemetry import Metrics, RoleServer, Waits, WaitTimeout
+
+EXIT_DONE, EXIT_FIX, EXIT_STOPPED = 0, 2, 75
+PARENT_ENV = "ROLLMILL_SUPERVISOR_PID"
+ROLES = (Role.TRAINER, Role.ENGINE, Role.ROLLOUT)
+PR_SET_PDEATHSIG = 1
+
+log = logging.getLogger("rollmill.role")
+
+
+def run_role(role: str, config: RunConfig, *, index: int = 0) -> int:
+    """Run one role to its end; returns its exit status."""
+    if role not in ROLES:
+        raise ValueError(f"there is no role {role!r}; known: {', '.join(ROLES)}")
+    _die_with_supervisor()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    name = f"engine-{index}" if role == Role.ENGINE else role
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        with hold(config.run.dir, name):
+            _BODIES[Role(role)](config, index, stop.is_set)
+    except (ValueError, WaitTimeout) as error:
+        log.error("%s", error)
+        return EXIT_FIX
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EADDRINUSE):
+            log.error("%s", error)
+            return EXIT_FIX
+        raise
+    except sqlite3.OperationalError as error:
+        if "full" in str(error):
+            log.error("the disk that holds %s is full: %s; free some space and resume", config.run.dir, error)
+            return EXIT_FIX
+        raise
+    return EXIT_STOPPED if stop.is_set() else EXIT_DONE
+
+
+def _die_with_supervisor() -> None:
+    """A role started by a supervisor is killed by the kernel when that supervisor dies, however it dies."""
+    parent = os.environ.get(PARENT_ENV)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        os._exit(1)
+
+
+def _trainer(config: RunConfig, index: int, should_stop: Callable[[], bool]) -> None:
+    from rollmill.ledger import Ledger
+    from rollmill.trainer.loop import TrainerLoop
+
+    run_dir = config.run.dir
+    metrics, waits = Metrics(run_dir, Role.TRAINER), Waits()
+    with Ledger.create_or_open(run_dir, Role.TRAINER) as ledger:
+        loop = TrainerLoop(config, ledger, metrics, waits, should_stop)
+        server = RoleServer(metrics, waits, lambda: {"step": loop.step, "version": loop.version})
+        announce(run_dir, Role.TRAINER, {"url": f"http://127.0.0.1:{server.start()}"})
+        loop.run()
+        server.stop()
+
+
+def _rollout(config: RunConfig, index: int, should_stop: Callable[[], bool]) -> None:
+    from rollmill.ledger import Ledger
+    from rollmill.rollout.role import run_rollout
+
+    run_dir = config.run.dir
+    metrics, waits = Metrics(run_dir, Role.ROLLOUT), Waits()
+    with Ledger.create_or_open(run_dir, Role.ROLLOUT) as ledger:
+        server = RoleServer(metrics, waits, dict)
+        announce(run_dir, Role.ROLLOUT, {"url": f"http://127.0.0.1:{server.start()}"})
+        asyncio.run(run_rollout(config, ledger, metrics, waits, ReplicaBook(run_dir, config.engine.num_replicas), should_stop))
+        server.stop()
+
+
+def _engine(config: RunConfig, index: int, should_stop: Callable[[], bool]) -> None:
+    from rollmill.engine.run import run_engine
+    from rollmill.weights import DirectoryStore
+
+    e, run_dir = config.engine, config.run.dir
+
+    def ready(port: int) -> None:
+        announce(run_dir, f"engine-{index}", {"url": f"http://{e.host}:{port}"})
+
+    async def serve() -> None:
+        task = asyncio.create_task(
+            run_engine(
+                config.model.path,
+                store=DirectoryStore(run_dir / "weights"),
+                host=e.host,
+                port=e.port + index if e.port else 0,
+                num_threads=e.num_threads,
+                num_slots=e.num_slots,
+                max_len=e.max_len,
+                on_ready=ready,
+            )
+        )
+        await task
+
+    asyncio.run(serve())
+
+
+_BODIES: dict[Role, Callable[[RunConfig, int, Callable[[], bool]], None]] = {
+    Role.TRAINER: _trainer,
+    Role.ROLLOUT: _rollout,
+    Role.ENGINE: _engine,
+}
+
+
+def role_command(role: str, run_file: Path, index: int) -> list[str]:
+    return [sys.executable, "-m", "rollmill.cli", "role", role, str(run_file), "--index", str(index)]

@@ -1,0 +1,101 @@
+"""The run directory: who may use it, where each role listens, and the configuration it was started with."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rollmill.config import RunConfig, dump_config, load_config
+
+# What may not change between a run and its resumption: the ledger's groups would mean something else.
+IDENTITY = ("run.seed", "model.path", "tasks.family", "tasks.kinds", "tasks.levels", "rollout.group_size", "trainer.groups_per_batch")
+
+
+class RunDirError(ValueError):
+    """A run directory that cannot be used as asked."""
+
+
+@contextlib.contextmanager
+def hold(run_dir: Path, name: str) -> Iterator[None]:
+    """Own a run (or one of its roles) for as long as the block lasts. The lock dies with the process, also by kill -9."""
+    folder = run_dir / "locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / name).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise RunDirError(
+                f"{run_dir} is in use: {name} runs as process {file.read().strip() or '?'}; stop it or set another run.dir"
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def prepare(config: RunConfig, *, resume: bool) -> Path:
+    """Make or reopen the run directory and write the resolved run file into it; returns that file."""
+    run_dir = config.run.dir
+    file = run_dir / "run.toml"
+    if file.is_file() and not resume:
+        raise RunDirError(f"{run_dir} already holds a run; add --resume to go on with it, or set another run.dir")
+    if resume and not file.is_file():
+        raise RunDirError(f"there is no run to resume in {run_dir}; start it without --resume")
+    if resume:
+        before, now = load_config(file).model_dump(mode="json"), config.model_dump(mode="json")
+        for key in IDENTITY:
+            section, _, name = key.partition(".")
+            if before[section][name] != now[section][name]:
+                raise RunDirError(
+                    f"{key} was {before[section][name]!r} when {run_dir} was started and is {now[section][name]!r} now; "
+                    "a resumed run must keep it. Change it back or set another run.dir"
+                )
+    for name in ("logs", "roles", "metrics"):
+        (run_dir / name).mkdir(parents=True, exist_ok=True)
+    write_atomic(file, dump_config(config))
+    return file
+
+
+def write_atomic(path: Path, text: str) -> None:
+    work = path.with_suffix(path.suffix + f".{os.getpid()}.tmp")
+    work.write_text(text)
+    work.replace(path)
+
+
+def announce(run_dir: Path, role: str, facts: dict[str, Any]) -> None:
+    """Tell the other roles where this one listens."""
+    (run_dir / "roles").mkdir(parents=True, exist_ok=True)
+    write_atomic(run_dir / "roles" / f"{role}.json", json.dumps({"pid": os.getpid(), **facts}))
+
+
+def announced(run_dir: Path, role: str) -> dict[str, Any] | None:
+    try:
+        return json.loads((run_dir / "roles" / f"{role}.json").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+class ReplicaBook:
+    """The base URLs of the engines that announced themselves; files are read again only when they changed."""
+
+    def __init__(self, run_dir: Path, num_replicas: int) -> None:
+        self._paths = [run_dir / "roles" / f"engine-{i}.json" for i in range(num_replicas)]
+        self._known: dict[Path, tuple[int, str]] = {}
+
+    def __call__(self) -> list[str]:
+        urls = []
+        for path in self._paths:
+            try:
+                stamp = path.stat().st_mtime_ns
+                if path not in self._known or self._known[path][0] != stamp:
+                    self._known[path] = (stamp, json.loads(path.read_text())["url"])
+            except (FileNotFoundError, ValueError, KeyError):
+                continue
+            urls.append(self._known[path][1])
+        return urls

@@ -1,0 +1,1 @@
+"""The rollout workshop: dispatcher, groups, concurrency control, single episodes and held-out evaluation."""

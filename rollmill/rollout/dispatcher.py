@@ -1,0 +1,291 @@
+"""Keeps the engines busy: opens groups as the pacing gate allows, runs their episodes one by one, accounts groups whole.
+
+Every dispatched episode ends in the ledger exactly once. A finished episode frees a slot at once; a group is settled when
+all its slots have ended. Failures outside the agent's control are retried and never become a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+
+from rollmill.config import RunConfig
+from rollmill.gateway import Gateway, Session
+from rollmill.ledger import EpisodeRow, IllegalTransition, Ledger, Pacing, Progress, may_open
+from rollmill.records import CancelReason, DropReason, EpisodeState, GroupState, RunFailure, Task, encode
+from rollmill.rollout.concurrency import Concurrency
+from rollmill.rollout.episode import EpisodeRunner, Finished
+from rollmill.tasks import TaskSource
+from rollmill.telemetry import Metrics, Waits
+
+log = logging.getLogger("rollmill.rollout")
+TICK_S = 0.05
+OBSERVE_S = 0.5
+REPORT_S = 2.0
+T = TypeVar("T")
+
+
+class _Running(msgspec.Struct, kw_only=True):
+    row: EpisodeRow
+    session: Session
+    task: asyncio.Task[None]
+    started: float
+    cancel_reason: CancelReason = CancelReason.DEADLINE
+
+
+class Dispatcher:
+    """One rollout process. The ledger is only touched from its own thread, so the event loop never waits for a disk."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        ledger: Ledger,
+        source: TaskSource,
+        runner: EpisodeRunner,
+        gateway: Gateway,
+        metrics: Metrics,
+        waits: Waits,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self._config, self._ledger, self._source, self._runner = config, ledger, source, runner
+        self._gateway, self._metrics, self._waits, self._should_stop = gateway, metrics, waits, should_stop
+        self._pacing = Pacing.from_staleness(config.max_staleness, config.trainer.groups_per_batch, config.run.mode)
+        self._concurrency = Concurrency(most=config.rollout.max_running)
+        self._disk = ThreadPoolExecutor(1, "ledger")
+        self._queue: deque[EpisodeRow] = deque()
+        self._running: dict[str, _Running] = {}
+        self._tasks: dict[str, Task] = {}
+        self._num_failures: dict[tuple[str, int], int] = {}
+        self._served_version = -1
+        self._idle_s = self._gated_s = self._clock_s = 0.0
+        self._num_done = 0
+
+    async def run(self) -> None:
+        """Work until every step of the run has its groups and the trainer has committed them."""
+        await self._recover()
+        observer = asyncio.create_task(self._observe())
+        last = time.monotonic()
+        try:
+            while not self._should_stop():
+                progress = await self._call(self._ledger.progress)
+                if progress.num_steps_committed >= self._config.run.steps and not self._running:
+                    return
+                await self._sweep(progress)
+                is_gated = await self._fill(progress)
+                for task in (observer, *(r.task for r in self._running.values())):
+                    if task.done() and not task.cancelled() and (error := task.exception()):
+                        raise error
+                await self._tick()
+                now = time.monotonic()
+                self._account(now - last, is_gated)
+                last = now
+        finally:
+            observer.cancel()
+            await self._cancel_all(CancelReason.SHUTDOWN)
+            self._disk.shutdown()
+
+    async def _recover(self) -> None:
+        groups = await self._call(self._ledger.recover_rollout, time.time())
+        for group in groups:
+            episodes = await self._call(self._ledger.episodes_of, group.group_id)
+            self._queue.extend(e for e in episodes if e.state == EpisodeState.QUEUED)
+            if not any(e.is_live for e in episodes):
+                await self._settle(group.group_id)
+        if groups:
+            log.info("picked up %d open groups, %d episodes to run again", len(groups), len(self._queue))
+
+    async def _fill(self, progress: Progress) -> bool:
+        """Open groups while there is room for their episodes, start queued episodes; True when only the gate holds us back."""
+        is_gated = False
+        while len(self._queue) + len(self._running) < self._concurrency.limit:
+            if self._room_for_groups(progress) <= 0:
+                is_gated = True
+                break
+            task = self._source.task(progress.num_opened)
+            group = await self._call(self._ledger.open_group, task, self._config.rollout.group_size, time.time())
+            self._tasks[group.group_id] = task
+            self._queue.extend(await self._call(self._ledger.episodes_of, group.group_id))
+            progress = await self._call(self._ledger.progress)
+        while self._queue and len(self._running) < self._concurrency.limit:
+            await self._start(self._queue.popleft(), progress)
+        return is_gated
+
+    def _room_for_groups(self, progress: Progress) -> int:
+        steps = progress.num_steps_cut
+        is_sync = self._config.run.mode == "sync"
+        if is_sync and (progress.num_steps_committed < steps or self._served_version < progress.version):
+            # The barrier: the step that was cut must be learnt, published and served before its successor is sampled.
+            steps -= 1
+        planned = self._config.run.steps * self._pacing.groups_per_batch
+        return min(may_open(progress.num_opened_live, steps, self._pacing), planned - progress.num_opened_live)
+
+    async def _start(self, row: EpisodeRow, progress: Progress) -> None:
+        try:
+            await self._call(self._ledger.start_episode, row.episode_id, time.time())
+        except IllegalTransition:
+            # Its group was dropped while it waited; the ledger has ended it already.
+            return
+        if row.group_id not in self._tasks:
+            self._tasks[row.group_id] = await self._call(self._ledger.task_of, row.group_id)
+        min_version = progress.version if self._config.run.mode == "sync" else None
+        session = self._runner.open_session(
+            row.episode_id, seed=self._config.run.seed, temperature=self._config.rollout.temperature, min_version=min_version
+        )
+        task = asyncio.create_task(self._episode(row, session), name=row.episode_id)
+        self._running[row.episode_id] = _Running(row=row, session=session, task=task, started=time.monotonic())
+
+    async def _episode(self, row: EpisodeRow, session: Session) -> None:
+        limit_s = self._config.rollout.episode_s
+        deadline = time.monotonic() + limit_s
+        try:
+            async with asyncio.timeout(limit_s + 5.0):
+                task = self._tasks[row.group_id]
+                done = await self._runner.run(task, row.episode_id, session, seed=self._config.run.seed, deadline=deadline)
+            await self._finish(row, done)
+        except RunFailure as failure:
+            boundary, message = failure.boundary, failure.message
+            log.warning("episode %s failed at %s: %s", row.episode_id, boundary, message)
+            await self._end(row, lambda now: self._ledger.fail_episode(row.episode_id, boundary, message, now), is_failure=True)
+        except TimeoutError:
+            await self._end(row, lambda now: self._ledger.cancel_episode(row.episode_id, CancelReason.DEADLINE, now), is_failure=True)
+        except asyncio.CancelledError:
+            reason = self._running[row.episode_id].cancel_reason
+            is_shutdown = reason in (CancelReason.SHUTDOWN, CancelReason.STALE)
+            if reason != CancelReason.STALE:
+                await self._end(
+                    row, lambda now: self._ledger.cancel_episode(row.episode_id, reason, now), is_failure=False, is_final=is_shutdown
+                )
+        finally:
+            self._running.pop(row.episode_id, None)
+
+    async def _finish(self, row: EpisodeRow, done: Finished) -> None:
+        blob = await self._call(self._ledger.blobs.put, encode(done.trace))
+        await self._call(
+            self._ledger.finish_episode,
+            row.episode_id,
+            grade=done.grade,
+            stop=done.trace.stop,
+            blob=blob,
+            versions=done.trace.version_range(),
+            num_tokens=sum(w.num_tokens for w in done.trace.windows),
+            num_sampled=done.trace.num_sampled,
+            now=time.time(),
+        )
+        self._num_done += 1
+        await self._settle(row.group_id)
+
+    async def _end(self, row: EpisodeRow, record: Callable[[float], Any], *, is_failure: bool, is_final: bool = False) -> None:
+        """Record how an attempt ended without a grade; queue another one unless the slot has used up its retries."""
+        try:
+            await self._call(record, time.time())
+            key = (row.group_id, row.slot)
+            self._num_failures[key] = self._num_failures.get(key, 0) + int(is_failure)
+            if not is_final and self._num_failures[key] <= self._config.rollout.max_retries:
+                self._queue.appendleft(await self._call(self._ledger.retry_episode, row.episode_id, time.time()))
+            elif not is_final:
+                await self._settle(row.group_id)
+        except IllegalTransition as race:
+            log.info("%s", race)
+
+    async def _settle(self, group_id: str) -> None:
+        if any(e.is_live for e in await self._call(self._ledger.episodes_of, group_id)):
+            return
+        try:
+            state = await self._call(self._ledger.settle_group, group_id, time.time())
+        except IllegalTransition as race:
+            # A sibling settled it first, or the sweep dropped it.
+            log.info("%s", race)
+            return
+        self._tasks.pop(group_id, None)
+        if state == GroupState.DROPPED:
+            log.warning("group %s is dropped: fewer than half of its episodes are valid", group_id)
+
+    async def _sweep(self, progress: Progress) -> None:
+        """Drop open groups whose oldest token can no longer be trained: their work would only be thrown away later."""
+        if self._config.run.mode == "sync" or not self._running:
+            return
+        oldest: dict[str, int] = {}
+        for running in self._running.values():
+            if (version := running.session.oldest_version) is not None:
+                group_id = running.row.group_id
+                oldest[group_id] = min(version, oldest.get(group_id, version))
+        for group_id, version in oldest.items():
+            if progress.version - version <= self._config.max_staleness:
+                continue
+            for running in [r for r in self._running.values() if r.row.group_id == group_id]:
+                running.cancel_reason = CancelReason.STALE
+                running.task.cancel()
+            self._queue = deque(e for e in self._queue if e.group_id != group_id)
+            try:
+                await self._call(self._ledger.drop_group, group_id, DropReason.STALE, time.time())
+            except IllegalTransition as race:
+                log.info("%s", race)
+
+    async def _observe(self) -> None:
+        """Follow the replicas' pressure and report, for as long as the run lasts."""
+        reported = time.monotonic()
+        while True:
+            pressures = await self._gateway.pressures()
+            self._served_version = min((p.version for p in pressures), default=-1)
+            verdict = self._concurrency.observe(pressures, len(self._running))
+            youngest = sorted(self._running.values(), key=lambda r: -r.started)[: verdict.num_to_cancel]
+            for running in youngest:
+                running.cancel_reason = CancelReason.OVERLOAD
+                running.task.cancel()
+            if time.monotonic() - reported >= REPORT_S:
+                reported = time.monotonic()
+                totals = self._waits.totals_s()
+                self._metrics.write(
+                    {
+                        "rollout/num_running": len(self._running),
+                        "rollout/limit": verdict.limit,
+                        "rollout/num_queued": len(self._queue),
+                        "rollout/num_done": self._num_done,
+                        "rollout/idle_frac": self._idle_s / max(self._clock_s, 1e-9),
+                        "rollout/gated_frac": self._gated_s / max(self._clock_s, 1e-9),
+                        "engine/tokens_per_s": sum(p.tokens_per_s for p in pressures),
+                        "engine/num_waiting": sum(p.waiting for p in pressures),
+                        "engine/version": self._served_version,
+                        "timing_s/wait_policy": totals.get("policy", 0.0),
+                        "timing_s/wait_sandbox": totals.get("sandbox", 0.0),
+                        "rollout/num_model_retries": self._gateway.num_retries,
+                    },
+                    step=self._num_done,
+                )
+            await asyncio.sleep(OBSERVE_S if self._config.run.mode == "async" else TICK_S)
+
+    async def _tick(self) -> None:
+        """Until an episode ends, or a short while has passed."""
+        tasks = [r.task for r in self._running.values()]
+        if tasks:
+            await asyncio.wait(tasks, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+        else:
+            await asyncio.sleep(TICK_S)
+
+    def _account(self, elapsed_s: float, is_gated: bool) -> None:
+        """Idle = the share of slots that stand empty because the gate is closed, weighted by time."""
+        self._clock_s += elapsed_s
+        if is_gated:
+            self._gated_s += elapsed_s
+            self._idle_s += elapsed_s * max(0, self._concurrency.limit - len(self._running)) / self._concurrency.limit
+
+    async def _cancel_all(self, reason: CancelReason) -> None:
+        tasks = []
+        for running in list(self._running.values()):
+            running.cancel_reason = reason
+            running.task.cancel()
+            tasks.append(running.task)
+        if tasks:
+            await asyncio.wait(tasks, timeout=10.0)
+
+    async def _call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._disk, lambda: function(*args, **kwargs))
+
+

@@ -1,0 +1,86 @@
+"""The rollout role: held-out evaluation, then rollouts for the whole run, then held-out evaluation again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from rollmill.config import RunConfig
+from rollmill.gateway import Gateway
+from rollmill.harness import Limits
+from rollmill.ledger import Ledger
+from rollmill.model import Tokenizer
+from rollmill.rollout.dispatcher import Dispatcher
+from rollmill.rollout.episode import EpisodeRunner
+from rollmill.rollout.evaluation import evaluate
+from rollmill.sandbox import open_backend
+from rollmill.tasks import TaskSource, open_family
+from rollmill.telemetry import Metrics, Waits
+
+START_S = 120.0
+
+
+async def run_rollout(
+    config: RunConfig, ledger: Ledger, metrics: Metrics, waits: Waits, replicas: Callable[[], list[str]], should_stop: Callable[[], bool]
+) -> None:
+    """One rollout process, from start or from wherever the ledger says an earlier one stopped."""
+    family, r = open_family(config.tasks.family), config.rollout
+    sandboxes = open_backend(r.sandbox)
+    gateway = Gateway(Tokenizer(config.model.path), replicas, waits)
+    limits = Limits(
+        max_turns=r.max_turns,
+        max_tokens_per_turn=r.max_tokens_per_turn,
+        max_context=config.engine.max_len,
+        tool_s=r.tool_s,
+        tool_latency_s=r.tool_latency_s,
+    )
+    runner = EpisodeRunner(family, gateway, sandboxes, limits, waits)
+    kinds, levels, seed = config.tasks.kinds, config.tasks.levels, config.run.seed
+    train = TaskSource(family, split="train", seed=seed, kinds=kinds, levels=levels)
+    heldout = TaskSource(family, split="heldout", seed=seed, kinds=kinds, levels=levels)
+
+    async def judge(label: str, version: int) -> None:
+        # Without the benchmark's artificial latency: it would change nothing but the wait.
+        quick = EpisodeRunner(family, gateway, sandboxes, _without_latency(limits), waits)
+        await evaluate(
+            label,
+            ledger=ledger,
+            source=heldout,
+            runner=quick,
+            num_tasks=config.tasks.num_heldout,
+            num_at_once=r.max_running,
+            seed=seed,
+            temperature=r.temperature,
+            min_version=version,
+            episode_s=r.episode_s,
+        )
+
+    try:
+        first = await _first_version(ledger, waits, should_stop)
+        if first is None:
+            return
+        if ledger.progress().num_opened == 0:
+            await judge("before", first)
+        await Dispatcher(config, ledger, train, runner, gateway, metrics, waits, should_stop).run()
+        progress = ledger.progress()
+        if progress.num_steps_committed >= config.run.steps:
+            await judge("after", progress.version)
+    finally:
+        await gateway.close()
+        await sandboxes.close()
+
+
+def _without_latency(limits: Limits) -> Limits:
+    return Limits(
+        max_turns=limits.max_turns, max_tokens_per_turn=limits.max_tokens_per_turn, max_context=limits.max_context, tool_s=limits.tool_s
+    )
+
+
+async def _first_version(ledger: Ledger, waits: Waits, should_stop: Callable[[], bool]) -> int | None:
+    with waits.of("first weights", owner="trainer", deadline_s=START_S) as check:
+        while not should_stop():
+            if (version := ledger.progress().version) >= 0:
+                return version
+            check()
+            await asyncio.sleep(0.05)
+    return None
