@@ -1,0 +1,44 @@
+# `make demo` and `make test` set everything up themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SEED ?= 0
+RUN ?= runs/demo-$(SEED)
+
+.PHONY: demo test setup model test-slow bench-loop clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo [SEED=7]   set up, then train the demo model by asynchronous RL (about five minutes on two cores)"
+	@echo "make test            set up, then lint, type-check and test"
+	@echo "make model           make models/demo again (DEVICE=cuda is minutes, two CPU cores about an hour and a half)"
+	@echo "make bench-loop      sync against async on the same tasks with slow tools"
+
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else f"Rollmill needs Python 3.11 to 3.13, {sys.executable} is {v.major}.{v.minor}; set PYTHON=python3.12 or similar")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing dependencies into $(VENV) ..."
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+setup: $(VENV)/.stamp
+
+demo: setup
+	@rm -rf $(RUN)
+	@$(BIN)/rollmill train examples/demo.toml --set run.dir=$(RUN) --set run.seed=$(SEED)
+
+test: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest
+
+model: setup
+	@PYTHON=$(BIN)/python scripts/make_demo_model.sh
+
+bench-loop: setup
+	@$(BIN)/rollmill bench loop
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
