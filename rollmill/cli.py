@@ -18,8 +18,6 @@ app.add_typer(tasks_app, name="tasks")
 app.add_typer(model_app, name="model")
 
 
-
-
 @tasks_app.command("export")
 def tasks_export(
     what: Annotated[str, typer.Argument(help="documents (for midtrain) or traces (for sft)")],
@@ -175,7 +173,7 @@ def audit(run_dir: RunDir) -> None:
 
 
 @app.command()
-def show(run_dir: RunDir, episode: Annotated[str | None, typer.Argument(help="episode id; the newest graded one by default")] = None) -> None:
+def show(run_dir: RunDir, episode: Annotated[str | None, typer.Argument(help="id; the newest graded one by default")] = None) -> None:
     """Print one episode, turn by turn, with its grade and weight versions."""
     from rollmill.fleet.viewer import show_episode
 

@@ -183,7 +183,8 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
         """Raise ValueError when the arrays contradict each other."""
         n = self.num_tokens
         if not (len(self.tokens) == len(self.logprobs) == len(self.versions) == 4 * n):
-            raise ValueError(f"window arrays disagree on their length: {len(self.tokens)}, {len(self.logprobs)}, {len(self.versions)} bytes for {n} tokens")
+            sizes = f"{len(self.tokens)}, {len(self.logprobs)}, {len(self.versions)} bytes"
+            raise ValueError(f"window arrays disagree on their length: {sizes} for {n} tokens")
         mask = self.sampled_T != 0
         if mask.any() and int(self.versions_T[mask].min()) < 0:
             raise ValueError("a sampled token carries no weight version")

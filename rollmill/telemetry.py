@@ -121,7 +121,9 @@ def read_metrics(run_dir: Path, role: str) -> list[dict[str, Any]]:
 class RoleServer:
     """/health and /metrics of a role, in a thread of its own, so that a busy role still answers."""
 
-    def __init__(self, metrics: Metrics, waits: Waits, note: Callable[[], dict[str, Any]], *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self, metrics: Metrics, waits: Waits, note: Callable[[], dict[str, Any]], *, host: str = "127.0.0.1", port: int = 0
+    ) -> None:
         self._metrics, self._waits, self._note = metrics, waits, note
         routes = [Route("/health", self._health), Route("/metrics", self._prometheus)]
         config = uvicorn.Config(Starlette(routes=routes), host=host, port=port, log_level="error", lifespan="off")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-import httpx
+import aiohttp
 import msgspec
 
 from rollmill.engine.protocol import MSGPACK, GenerateReply, GenerateRequest, Health, Pressure
@@ -13,6 +13,7 @@ from rollmill.engine.protocol import MSGPACK, GenerateReply, GenerateRequest, He
 CONNECT_TIMEOUT_S = 5.0
 # Beyond the engine's own deadline, for the reply to travel.
 GRACE_S = 10.0
+PROBE_S = 10.0
 
 
 class EngineUnavailable(RuntimeError):
@@ -35,24 +36,23 @@ class EngineRejected(ValueError):
     """The request itself is wrong; sending it again gives the same answer."""
 
 
-def _error_text(response: httpx.Response) -> tuple[str, dict[str, Any]]:
+def _error_text(body: bytes) -> tuple[str, dict[str, Any]]:
     try:
-        body = msgspec.json.decode(response.content, type=dict[str, Any])
-        return str(body.get("error", {}).get("message", "")), body
+        facts = msgspec.json.decode(body, type=dict[str, Any])
+        return str(facts.get("error", {}).get("message", "")), facts
     except (msgspec.DecodeError, AttributeError):
-        return response.text[:500], {}
+        return body[:500].decode("utf-8", "replace"), {}
 
 
 class EngineClient:
-    """An engine at `base_url`. Use as an async context manager, or call `aclose`."""
+    """An engine at `base_url`. Use as an async context manager, or call `aclose`.
+
+    aiohttp, because a rollout holds hundreds of connections and its pool does not scan them on every call.
+    """
 
     def __init__(self, base_url: str, *, timeout_s: float = 600.0, max_connections: int = 1024) -> None:
-        self._base_url, self._timeout_s = base_url, timeout_s
-        self._http = httpx.AsyncClient(
-            base_url=base_url,
-            timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
-        )
+        self._base_url, self._timeout_s, self._max_connections = base_url, timeout_s, max_connections
+        self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> EngineClient:
         return self
@@ -61,50 +61,46 @@ class EngineClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        await self._http.aclose()
+        if self._http is not None:
+            await self._http.close()
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         """Sample one continuation. Cancelling the awaiting task frees the engine's row."""
         read_s = self._timeout_s if request.deadline_s is None else request.deadline_s + GRACE_S
-        response = await self._send(
-            "POST",
-            "/v1/generate",
-            content=msgspec.msgpack.encode(request),
-            headers={"content-type": MSGPACK},
-            timeout=httpx.Timeout(read_s, connect=CONNECT_TIMEOUT_S),
-        )
-        self._check(response)
-        return self._decode(response, GenerateReply, msgspec.msgpack.decode)
+        body = await self._send("POST", "/v1/generate", read_s, data=msgspec.msgpack.encode(request), headers={"content-type": MSGPACK})
+        return self._decode(body, GenerateReply, msgspec.msgpack.decode)
 
     async def pressure(self) -> Pressure:
-        response = await self._send("GET", "/v1/pressure")
-        self._check(response)
-        return self._decode(response, Pressure, msgspec.json.decode)
+        return self._decode(await self._send("GET", "/v1/pressure", PROBE_S), Pressure, msgspec.json.decode)
 
     async def health(self) -> Health:
         """The engine's own account, whether it serves or not."""
-        return self._decode(await self._send("GET", "/health"), Health, msgspec.json.decode)
+        return self._decode(await self._send("GET", "/health", PROBE_S, is_checked=False), Health, msgspec.json.decode)
 
-    async def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
+    async def _send(self, method: str, path: str, read_s: float, *, is_checked: bool = True, **options: Any) -> bytes:
+        if self._http is None:
+            self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=self._max_connections))
+        timeout = aiohttp.ClientTimeout(total=read_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
-            return await self._http.request(method, path, **options)
-        except httpx.TransportError as error:
+            async with self._http.request(method, self._base_url + path, timeout=timeout, **options) as response:
+                body = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineUnavailable(f"no answer from {self._base_url}{path}: {type(error).__name__} {error}") from error
+        if is_checked and response.status != 200:
+            self._refuse(response.status, response.headers.get("retry-after", "1"), body)
+        return body
 
-    def _check(self, response: httpx.Response) -> None:
-        if response.status_code == 200:
-            return
-        text, body = _error_text(response)
-        where = f"{self._base_url} answered {response.status_code}: {text}"
-        if response.status_code == 409:
-            raise VersionUnmet(where, version=int(body.get("version", -1)))
-        if 400 <= response.status_code < 500:
+    def _refuse(self, status: int, retry_after: str, body: bytes) -> None:
+        text, facts = _error_text(body)
+        where = f"{self._base_url} answered {status}: {text}"
+        if status == 409:
+            raise VersionUnmet(where, version=int(facts.get("version", -1)))
+        if 400 <= status < 500:
             raise EngineRejected(where)
-        retry_after = response.headers.get("retry-after", "1")
         raise EngineUnavailable(where, retry_after_s=float(retry_after) if retry_after.isdigit() else 1.0)
 
-    def _decode(self, response: httpx.Response, shape: Any, decode: Any) -> Any:
+    def _decode(self, body: bytes, shape: Any, decode: Any) -> Any:
         try:
-            return decode(response.content, type=shape)
+            return decode(body, type=shape)
         except msgspec.DecodeError as error:
             raise EngineUnavailable(f"{self._base_url} gave an answer that is not a {shape.__name__}: {error}") from error

@@ -17,6 +17,7 @@ from rich.text import Text
 from rollmill.config import RunConfig
 from rollmill.fleet.summary import sparkline
 from rollmill.ledger import Ledger
+from rollmill.records import EpisodeState
 
 REFRESH_S, LINE_EVERY_S = 0.5, 5.0
 
@@ -108,7 +109,7 @@ class Display:
             "version": progress.version,
             "served": int(r.get("engine/version", -1)),
             "bytes": t.get("weights/bytes", 0.0),
-            "episodes": progress.num_episodes_by_state.get("graded", 0),
+            "episodes": progress.num_episodes_by_state.get(EpisodeState.GRADED, 0),
             "ready": progress.num_ready,
             "failed": sum(progress.num_failed_by_boundary.values()),
             "dropped": progress.num_dropped,
@@ -124,8 +125,8 @@ class Display:
             return f"held-out before: {f['before'].num_success}/{f['before'].num_episodes} solved"
         return (
             f"step {f['step']}/{f['steps']}  reward {f['reward']:.2f}  staleness {f['staleness']:.1f} (max {f['staleness_max']:.0f})  "
-            f"trainer waited {f['wait_batch']:.1f} s of {f['wait_batch'] + f['step_s']:.1f} s  rollouts {f['running']}/{f['limit']} running, "
-            f"{100 * f['idle']:.0f} % idle  {f['tokens_per_s']:,.0f} tokens/s  version {f['version']} ({f['bytes'] / 1e6:.2f} MB)  "
+            f"trainer waited {f['wait_batch']:.1f} s of {f['wait_batch'] + f['step_s']:.1f} s  "
+            f"rollouts {f['running']}/{f['limit']} running, {100 * f['idle']:.0f} % idle  {f['tokens_per_s']:,.0f} tokens/s  version {f['version']} ({f['bytes'] / 1e6:.2f} MB)  "
             f"episodes {f['episodes']}"
         )
 
@@ -139,7 +140,8 @@ class Display:
         grid.add_row("reward", f"{f['reward']:.2f}  {sparkline(self._trainer.rewards, 48)}")
         grid.add_row("staleness", f"{f['staleness']:.1f} versions, at most {f['staleness_max']:.0f} (bound {self._config.max_staleness})")
         grid.add_row("trainer", f"waited {f['wait_batch']:.1f} s for the last batch, worked {f['step_s']:.1f} s on it")
-        grid.add_row("rollouts", f"{f['running']} of {f['limit']} slots busy, {100 * f['idle']:.0f} % idle at the gate, {f['ready']} groups ready")
+        busy = f"{f['running']} of {f['limit']} slots busy, {100 * f['idle']:.0f} % idle at the gate"
+        grid.add_row("rollouts", f"{busy}, {f['ready']} groups ready")
         grid.add_row("engine", f"{f['tokens_per_s']:,.0f} tokens/s, serves version {f['served']} of {f['version']}")
         grid.add_row("weights", f"{f['bytes'] / 1e6:.2f} MB for the last version")
         grid.add_row("episodes", f"{f['episodes']:,} graded, {f['failed']} failed outside the agent, {f['dropped']} groups dropped")

@@ -6,15 +6,17 @@ end is a crash and is answered by a new process, a bounded number of times.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import subprocess
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-
-import httpx
+from typing import Any
 
 from rollmill.config import RunConfig
 from rollmill.fleet.role import EXIT_DONE, EXIT_FIX, PARENT_ENV, role_command
@@ -31,6 +33,17 @@ STOP_S = 15.0
 
 class RoleFailed(RuntimeError):
     """A role cannot go on; the text carries its last words."""
+
+
+def _health(url: str) -> dict[str, Any] | None:
+    """What a role says of itself; None when it does not answer. A role that is not ready yet answers with an error status."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5.0) as response:
+            return json.load(response)
+    except urllib.error.HTTPError:
+        return {}
+    except (OSError, ValueError):
+        return None
 
 
 class RoleProcess:
@@ -81,7 +94,8 @@ class RoleProcess:
             raise RoleFailed(f"{self.name} cannot go on:\n{self.last_words(3)}")
         self._restarts = [t for t in self._restarts if now - t < RESTART_WINDOW_S] + [now]
         if len(self._restarts) > MAX_RESTARTS:
-            raise RoleFailed(f"{self.name} died {len(self._restarts)} times in {RESTART_WINDOW_S:.0f} s; its last words:\n{self.last_words(20)}")
+            often = f"{len(self._restarts)} times in {RESTART_WINDOW_S:.0f} s"
+            raise RoleFailed(f"{self.name} died {often}; its last words:\n{self.last_words(20)}")
         self._not_before = now + min(5.0, 0.2 * 2 ** (len(self._restarts) - 1))
         self.process = None
         how = f"signal {-status}" if status < 0 else f"status {status}"
@@ -107,7 +121,6 @@ class Supervisor:
         engines = [make(Role.ENGINE, i) for i in range(config.engine.num_replicas)]
         self.roles: list[RoleProcess] = [make(Role.TRAINER), *engines, make(Role.ROLLOUT)]
         self._is_stopping = False
-        self._http = httpx.Client(timeout=5.0)
         self._next_health = time.monotonic() + HEALTH_EVERY_S
 
     def run(self) -> bool:
@@ -131,7 +144,6 @@ class Supervisor:
             return False
         finally:
             self._stop_all()
-            self._http.close()
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
@@ -140,11 +152,8 @@ class Supervisor:
         said = []
         for role in self.roles:
             facts = announced(self._config.run.dir, role.name)
-            try:
-                health = self._http.get(f"{facts['url']}/health").json() if facts else {}
-            except (httpx.HTTPError, ValueError):
-                health = {}
-            said += [f"{role.name} waits {w['waited_s']:.1f} s for {w['name']} from {w['owner']}" for w in health.get("waits", [])]
+            health = _health(facts["url"]) if facts else None
+            said += [f"{role.name} waits {w['waited_s']:.1f} s for {w['name']} from {w['owner']}" for w in (health or {}).get("waits", [])]
         return said
 
     def _check_health(self, now: float) -> None:
@@ -153,12 +162,8 @@ class Supervisor:
             if role.is_done or role.process is None:
                 continue
             facts = announced(self._config.run.dir, role.name)
-            try:
-                if facts and facts["pid"] == role.process.pid:
-                    self._http.get(f"{facts['url']}/health")
-                    role.last_health = now
-            except httpx.HTTPError:
-                log.info("%s does not answer", role.name)
+            if facts and facts["pid"] == role.process.pid and _health(facts["url"]) is not None:
+                role.last_health = now
             if now - role.last_health > UNRESPONSIVE_S:
                 self._say(f"{role.name} has not answered for {UNRESPONSIVE_S:.0f} s; killing it")
                 role.send(signal.SIGKILL)

@@ -11,6 +11,7 @@ import numpy as np
 from rollmill.config import load_config
 from rollmill.fleet.rundir import write_atomic
 from rollmill.ledger import Ledger
+from rollmill.records import EpisodeState
 from rollmill.telemetry import read_metrics
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -40,7 +41,7 @@ def summarise(run_dir: Path) -> dict[str, Any]:
         "heldout_success_after": after[-1].mean_success if after else None,
         "num_heldout": before[0].num_episodes if before else 0,
         "num_steps": progress.num_steps_committed,
-        "num_episodes": progress.num_episodes_by_state.get("graded", 0),
+        "num_episodes": progress.num_episodes_by_state.get(EpisodeState.GRADED, 0),
         "trainer_idle_frac": waited / (waited + worked) if waited + worked else None,
         "rollout_idle_frac": rollout[-1]["rollout/idle_frac"] if rollout else None,
         "staleness_mean": float(np.mean([r["staleness/mean"] for r in ordered])) if ordered else None,
@@ -97,7 +98,8 @@ def describe(summary: dict[str, Any], run_dir: Path) -> str:
     lines = [
         f"Held-out success went from {pct(s['heldout_success_before'])} to {pct(s['heldout_success_after'])} "
         f"on {s['num_heldout']} tasks the model was never trained on.",
-        f"It took {s['num_steps']} optimiser steps over {s['num_episodes']:,} graded episodes, {s['wall_s'] or 0:.0f} s in all, {s['mode']} mode.",
+        f"It took {s['num_steps']} optimiser steps over {s['num_episodes']:,} graded episodes, "
+        f"{s['wall_s'] or 0:.0f} s in all, {s['mode']} mode.",
     ]
     if curve:
         lines.append(f"Reward per step   {sparkline(curve)}   {curve[0]:.2f} -> {curve[-1]:.2f}")
@@ -109,10 +111,13 @@ def describe(summary: dict[str, Any], run_dir: Path) -> str:
     if s["full_bytes"] and s["delta_bytes_mean"]:
         ratio = s["full_bytes"] / s["delta_bytes_mean"]
         lines.append(
-            f"Weights           {s['delta_bytes_mean'] / 1e6:.2f} MB shipped per version instead of {s['full_bytes'] / 1e6:.2f} MB ({ratio:.1f} times less)."
+            f"Weights           {s['delta_bytes_mean'] / 1e6:.2f} MB shipped per version "
+            f"instead of {s['full_bytes'] / 1e6:.2f} MB ({ratio:.1f} times less)."
         )
     failed, dropped = sum(s["num_failed"].values()), sum(s["num_groups_dropped"].values())
-    lines.append(f"Faults            {failed} episodes failed outside the agent's control (none became a reward), {dropped} groups were dropped.")
+    lines.append(
+        f"Faults            {failed} episodes failed outside the agent's control (none became a reward), {dropped} groups were dropped."
+    )
     lines += [
         "",
         "Next:",

@@ -41,6 +41,7 @@ class Session:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._num_turns = 0
+        self._oldest: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -49,7 +50,7 @@ class Session:
     @property
     def oldest_version(self) -> int | None:
         """The oldest weight version among the tokens sampled so far."""
-        return min((v for v in self._versions if v >= 0), default=None)
+        return self._oldest
 
     async def reply(self, new: Sequence[dict[str, Any]], *, max_tokens: int, deadline: float) -> Reply:
         """Append `new` messages and let the policy answer. The answer joins `messages` as plain text."""
@@ -79,6 +80,8 @@ class Session:
         ids = answer.token_ids
         self._extend(ids, [1] * len(ids), answer.logprobs_T.tolist(), answer.versions_T.tolist())
         self._num_turns += 1
+        oldest = min(span.version for span in answer.spans)
+        self._oldest = oldest if self._oldest is None else min(self._oldest, oldest)
         is_complete = ids[-1] in tokenizer.stop_ids
         text = tokenizer.decode(ids[:-1] if is_complete else ids)
         self.messages.append({"role": "assistant", "content": text})

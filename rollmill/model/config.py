@@ -35,7 +35,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         if kind not in SUPPORTED:
             raise ValueError(f"config.json has model_type {kind!r}; this version loads {', '.join(SUPPORTED)}")
         if raw.get("rope_scaling"):
-            raise ValueError(f"config.json asks for rope_scaling {raw['rope_scaling']!r}, which this version does not compute; use a model without it")
+            raise ValueError(f"config.json asks for rope_scaling {raw['rope_scaling']!r}, which this version does not compute")
         heads = raw["num_attention_heads"]
         eos = raw.get("eos_token_id")
         rope = raw.get("rope_parameters") or {}

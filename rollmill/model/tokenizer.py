@@ -47,7 +47,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._tok.decode(list(ids), skip_special_tokens=False)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] | None = None, add_generation_prompt: bool = True) -> str:
         if self._template is None:
             raise ValueError("this tokenizer has no chat template; add one to tokenizer_config.json or use /v1/completions")
         try:
@@ -57,7 +57,7 @@ class Tokenizer:
         except TemplateError as error:
             raise ValueError(f"the chat template refused these messages: {error}") from error
 
-    def render_after(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    def render_after(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Message] | None = None) -> str:
         """The text that follows an assistant's sampled text: its closing marker, the `new` messages and the next turn's opening.
 
         `history` ends just before that assistant message. The sampled text itself is never rendered, so it cannot drift.

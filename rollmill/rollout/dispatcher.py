@@ -7,6 +7,7 @@ all its slots have ended. Failures outside the agent's control are retried and n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -66,6 +67,8 @@ class Dispatcher:
         self._served_version = -1
         self._idle_s = self._gated_s = self._clock_s = 0.0
         self._num_done = 0
+        self._ended = asyncio.Event()
+        self._errors: list[BaseException] = []
 
     async def run(self) -> None:
         """Work until every step of the run has its groups and the trainer has committed them."""
@@ -79,9 +82,10 @@ class Dispatcher:
                     return
                 await self._sweep(progress)
                 is_gated = await self._fill(progress)
-                for task in (observer, *(r.task for r in self._running.values())):
-                    if task.done() and not task.cancelled() and (error := task.exception()):
-                        raise error
+                if observer.done():
+                    observer.result()
+                if self._errors:
+                    raise self._errors[0]
                 await self._tick()
                 now = time.monotonic()
                 self._account(now - last, is_gated)
@@ -162,8 +166,12 @@ class Dispatcher:
                 await self._end(
                     row, lambda now: self._ledger.cancel_episode(row.episode_id, reason, now), is_failure=False, is_final=is_shutdown
                 )
+        except Exception as error:  # noqa: BLE001
+            # Our own mistake or a broken disk: the run loop raises it, so that the process ends loudly and nothing is guessed.
+            self._errors.append(error)
         finally:
             self._running.pop(row.episode_id, None)
+            self._ended.set()
 
     async def _finish(self, row: EpisodeRow, done: Finished) -> None:
         blob = await self._call(self._ledger.blobs.put, encode(done.trace))
@@ -263,11 +271,9 @@ class Dispatcher:
 
     async def _tick(self) -> None:
         """Until an episode ends, or a short while has passed."""
-        tasks = [r.task for r in self._running.values()]
-        if tasks:
-            await asyncio.wait(tasks, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
-        else:
-            await asyncio.sleep(TICK_S)
+        self._ended.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), TICK_S)
 
     def _account(self, elapsed_s: float, is_gated: bool) -> None:
         """Idle = the share of slots that stand empty because the gate is closed, weighted by time."""
@@ -287,5 +293,3 @@ class Dispatcher:
 
     async def _call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._disk, lambda: function(*args, **kwargs))
-
-

@@ -1,6 +1,6 @@
 """The small records of a weight store and their sealed file form, in which a flipped bit is an error; opens no file.
 
-    one line of JSON \\n BLAKE3 of that line in hex \\n
+one line of JSON \\n BLAKE3 of that line in hex \\n
 """
 
 from __future__ import annotations

@@ -26,7 +26,9 @@ def conversation(task: Task, plays: tuple[Play, ...], system: str) -> dict[str, 
     return {"messages": messages}
 
 
-def traces(family: TaskFamily, *, num: int, seed: int, expert_frac: float, levels: tuple[int, ...], system: str) -> Iterator[dict[str, Any]]:
+def traces(
+    family: TaskFamily, *, num: int, seed: int, expert_frac: float, levels: tuple[int, ...], system: str
+) -> Iterator[dict[str, Any]]:
     """A mixture of expert and novice conversations over training tasks."""
     source, rng = TaskSource(family, split="train", seed=seed, levels=levels), random.Random(seed)
     for index in range(num):
