@@ -126,7 +126,8 @@ class Display:
         return (
             f"step {f['step']}/{f['steps']}  reward {f['reward']:.2f}  staleness {f['staleness']:.1f} (max {f['staleness_max']:.0f})  "
             f"trainer waited {f['wait_batch']:.1f} s of {f['wait_batch'] + f['step_s']:.1f} s  "
-            f"rollouts {f['running']}/{f['limit']} running, {100 * f['idle']:.0f} % idle  {f['tokens_per_s']:,.0f} tokens/s  version {f['version']} ({f['bytes'] / 1e6:.2f} MB)  "
+            f"rollouts {f['running']}/{f['limit']} running, {100 * f['idle']:.0f} % idle  "
+            f"{f['tokens_per_s']:,.0f} tokens/s  version {f['version']} ({f['bytes'] / 1e6:.2f} MB)  "
             f"episodes {f['episodes']}"
         )
 
