@@ -13,6 +13,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 tasks_app = typer.Typer(no_args_is_help=True, help="Look at tasks and write data sets from them.")
 model_app = typer.Typer(no_args_is_help=True, help="Make and inspect models.")
 weights_app = typer.Typer(no_args_is_help=True, help="Look into a run's weight store.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure, beside a peer, in one run.")
+app.add_typer(bench_app, name="bench")
 app.add_typer(weights_app, name="weights")
 app.add_typer(tasks_app, name="tasks")
 app.add_typer(model_app, name="model")
@@ -178,6 +180,27 @@ def show(run_dir: RunDir, episode: Annotated[str | None, typer.Argument(help="id
     from rollmill.fleet.viewer import show_episode
 
     typer.echo(show_episode(run_dir, episode))
+
+
+@bench_app.command("loop")
+def bench_loop_command(
+    run_file: Annotated[Path, typer.Option(help="the run file both modes share")] = Path("examples/demo.toml"),
+    work: Annotated[Path, typer.Option(help="where the two runs are kept")] = Path("runs/bench-loop"),
+    steps: int = 60,
+    latency: Annotated[str, typer.Option(help="seconds each tool call really takes: from,to")] = "0.1,2.0",
+    target: Annotated[float, typer.Option(help="held-out success to reach")] = 0.8,
+    every: Annotated[int, typer.Option(help="weight versions between two held-out looks")] = 5,
+    num_heldout: int = 200,
+    seed: int = 0,
+    json_: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+) -> None:
+    """Sync against async on the same tasks with slow tools: time to the same held-out success, and who waited."""
+    from rollmill.bench.loop import bench_loop
+    from rollmill.bench.report import show as show_result
+
+    low, high = (float(x) for x in latency.split(","))
+    found = bench_loop(run_file, work, steps=steps, latency_s=(low, high), target=target, every=every, num_heldout=num_heldout, seed=seed)
+    show_result(found, as_json=json_)
 
 
 @weights_app.command("log")

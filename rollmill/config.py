@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class RunSection(Section):
@@ -67,6 +67,8 @@ class TrainerSection(Section):
     groups_per_batch: int = Field(8, ge=1)
     lr: float = Field(1e-6, gt=0)
     warmup_steps: int = Field(5, ge=0)
+    clip_norm: float = Field(1.0, gt=0)
+    """The gradient's global norm is cut here. Set it near the usual norm, so that one wild batch moves little."""
     max_staleness: int = Field(4, ge=0)
     """A group whose oldest token is more than this many weight versions old is dropped, never trained."""
     loss: Literal["dppo_tv"] = "dppo_tv"

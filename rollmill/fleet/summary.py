@@ -59,7 +59,7 @@ def summarise(run_dir: Path) -> dict[str, Any]:
         },
         "mismatch": {
             "abs_diff_mean": float(np.mean([r["mm/abs_diff_mean"] for r in ordered])) if ordered else None,
-            "same_version_abs_diff_max": max((r["mm/lag0_abs_diff_max"] for r in ordered), default=None),
+            "same_version_abs_diff_max": max((r["mm/single_version_abs_diff_max"] for r in ordered), default=None),
         },
         "num_failed": {str(k): v for k, v in progress.num_failed_by_boundary.items()},
         "num_cancelled": {str(k): v for k, v in progress.num_cancelled_by_reason.items()},

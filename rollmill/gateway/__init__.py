@@ -1,6 +1,6 @@
 """The model-call seam: token-exact sessions over a set of replicas."""
 
 from rollmill.gateway.gateway import Gateway
-from rollmill.gateway.session import Reply, Session
+from rollmill.gateway.session import ContextFull, Reply, Session
 
-__all__ = ["Gateway", "Reply", "Session"]
+__all__ = ["ContextFull", "Gateway", "Reply", "Session"]

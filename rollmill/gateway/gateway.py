@@ -1,16 +1,18 @@
 """Routes one generate call to a replica and tries again where that is token-safe; lives in the rollout process.
 
 A call is token-safe to repeat because it carries its whole prompt and a failed one returned nothing. A replica that is
-down, full or on a wrong version is waited for until the call's deadline; then the failure is the model's, never a reward.
+down, full or on a wrong version is waited for until the call's deadline; then, or at once when a replica refuses the call
+itself, the failure is the model's, never a reward.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from collections.abc import Callable
 
-from rollmill.engine.client import EngineClient, EngineUnavailable, VersionUnmet
+from rollmill.engine.client import EngineClient, EngineRejected, EngineUnavailable, VersionUnmet
 from rollmill.engine.protocol import GenerateReply, GenerateRequest, Pressure
 from rollmill.gateway.session import Session
 from rollmill.model.tokenizer import Tokenizer
@@ -33,17 +35,19 @@ class Gateway:
 
     async def generate(self, request: GenerateRequest, *, deadline: float) -> GenerateReply:
         """Sample on the replica this session belongs to, on another when that one fails."""
-        last = "no replica is in rotation"
+        last = "none: the call came after its deadline"
+        # Not `hash`, which is salted per process: a run repeated with one seed sends each conversation the same way.
+        home = zlib.crc32((request.session or "").encode())
         with self._waits.of("policy", owner="engine", deadline_s=max(0.0, deadline - time.monotonic())):
             for attempt in range(1_000_000):
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     break
                 urls = sorted(self._replicas())
-                pause_s = RETRY_S
+                pause_s, last = RETRY_S, last if urls else "no replica is in rotation"
                 if urls:
                     # The session key decides first, so that a conversation finds its cache; a failure moves on by one.
-                    client = self._client(urls[(hash(request.session) + attempt) % len(urls)])
+                    client = self._client(urls[(home + attempt) % len(urls)])
                     try:
                         return await asyncio.wait_for(client.generate(request), left_s)
                     except TimeoutError:
@@ -52,6 +56,8 @@ class Gateway:
                         last = str(error)
                     except EngineUnavailable as error:
                         last, pause_s = str(error), min(error.retry_after_s, 1.0)
+                    except EngineRejected as error:
+                        raise RunFailure(Boundary.MODEL, str(error)) from error
                 self.num_retries += 1
                 await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
         raise RunFailure(Boundary.MODEL, f"no answer before the deadline; the last problem was: {last}")

@@ -29,6 +29,13 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
 
 
+class ContextFull(Exception):
+    """The new messages leave no room for an answer. The session is as it was before the call."""
+
+    def __init__(self, num_tokens: int, max_context: int) -> None:
+        super().__init__(f"the conversation would take {num_tokens} tokens, the context holds {max_context} and one must be left to sample")
+
+
 class Session:
     """Grows one context window turn by turn."""
 
@@ -52,8 +59,11 @@ class Session:
         """The oldest weight version among the tokens sampled so far."""
         return self._oldest
 
-    async def reply(self, new: Sequence[dict[str, Any]], *, max_tokens: int, deadline: float) -> Reply:
-        """Append `new` messages and let the policy answer. The answer joins `messages` as plain text."""
+    async def reply(self, new: Sequence[dict[str, Any]], *, max_tokens: int, max_context: int, deadline: float) -> Reply:
+        """Append `new` messages and let the policy answer. The answer joins `messages` as plain text.
+
+        ContextFull when the prompt would reach `max_context` tokens, counted as the replica counts them.
+        """
         tokenizer = self._gateway.tokenizer
         if not self._tokens:
             context = tokenizer.encode(tokenizer.render(new))
@@ -62,6 +72,8 @@ class Session:
             # The policy has closed its turn itself: the template's closing token would be a second one.
             if context and self._tokens[-1] in tokenizer.stop_ids and context[0] == self._tokens[-1]:
                 context = context[1:]
+        if self.num_tokens + len(context) >= max_context:
+            raise ContextFull(self.num_tokens + len(context), max_context)
         self._extend(context, [0] * len(context), [0.0] * len(context), [-1] * len(context))
         self.messages.extend(new)
         seed = int.from_bytes(blake3(f"{self._seed}/{self._key}/{self._num_turns}".encode()).digest(7), "little")

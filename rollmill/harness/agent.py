@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 from typing import Any
 
 import msgspec
 
-from rollmill.gateway.session import Session
+from rollmill.gateway.session import ContextFull, Session
 from rollmill.harness.tools import CallError, parse_calls, run_tool
-from rollmill.records import StopReason, Task
+from rollmill.records import Boundary, RunFailure, StopReason, Task
 from rollmill.sandbox.interface import Sandbox
 
 SYSTEM = "You are a coding agent. Use the tools, then submit."
@@ -28,7 +27,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_result_chars: int = 2000
     """A longer tool result is cut in the middle."""
     tool_latency_s: tuple[float, float] = (0.0, 0.0)
-    """Extra seconds per tool call, drawn evenly."""
+    """Extra seconds each tool call really takes, drawn evenly."""
 
 
 class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,11 +40,14 @@ async def run_agent(task: Task, box: Sandbox, session: Session, limits: Limits, 
     timing = {"model": 0.0, "tool": 0.0}
     new: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task.instruction}]
     for _ in range(limits.max_turns):
-        room = limits.max_context - session.num_tokens - sum(len(m["content"]) for m in new) - 64
-        if session.num_tokens and room <= 0:
-            return AgentRun(stop=StopReason.MAX_TOKENS, timing_s=timing)
         started = time.monotonic()
-        reply = await session.reply(new, max_tokens=limits.max_tokens_per_turn, deadline=deadline)
+        try:
+            reply = await session.reply(new, max_tokens=limits.max_tokens_per_turn, max_context=limits.max_context, deadline=deadline)
+        except ContextFull as full:
+            if session.num_tokens == 0:
+                # The policy has not said a word yet: the task is too long, which no agent can help.
+                raise RunFailure(Boundary.TASK, f"{task.task_id} does not fit: {full}") from full
+            return AgentRun(stop=StopReason.MAX_TOKENS, timing_s=timing)
         timing["model"] += time.monotonic() - started
         if not reply.is_complete:
             return AgentRun(stop=StopReason.MAX_TOKENS, timing_s=timing)
@@ -60,7 +62,9 @@ async def run_agent(task: Task, box: Sandbox, session: Session, limits: Limits, 
             if call.name == "submit":
                 return AgentRun(stop=StopReason.SUBMITTED, timing_s=timing)
             if limits.tool_latency_s[1] > 0:
-                await asyncio.sleep(rng.uniform(*limits.tool_latency_s))
+                # A real process in the box really takes this long, as a slow build or test suite would.
+                slow_s = rng.uniform(*limits.tool_latency_s)
+                await box.exec(["sleep", f"{slow_s:.3f}"], timeout_s=slow_s + limits.tool_s)
             result = await run_tool(call, box, timeout_s=limits.tool_s, max_chars=limits.max_result_chars)
             new.append({"role": "tool", "content": result})
         timing["tool"] += time.monotonic() - started

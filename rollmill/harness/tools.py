@@ -74,6 +74,10 @@ def _parse(body: str, allowed: tuple[str, ...]) -> ToolCall:
         raise CallError(f"error: {name} needs the text argument {missing[0]!r}")
     if extra := [a for a in arguments if a not in wanted]:
         raise CallError(f"error: {name} has no argument {str(extra[0])[:40]!r}; it takes: {', '.join(wanted) or 'none'}")
+    for a, value in arguments.items():
+        # JSON can spell what no file, shell or tokenizer takes: half a surrogate pair, and NUL inside a command.
+        if any("\ud800" <= c <= "\udfff" for c in value) or (name == "bash" and "\0" in value):
+            raise CallError(f"error: {a!r} of {name} holds a character that is not text")
     return ToolCall(name=name, arguments=arguments)
 
 

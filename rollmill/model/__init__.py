@@ -1,10 +1,19 @@
-"""One module tree for trainer and engine, its checkpoint format and its tokenizer."""
+"""One module tree for trainer and engine, its checkpoint format and its tokenizer.
 
-from rollmill.model.attention import Attention, PackedAttention
-from rollmill.model.checkpoint import CheckpointError, load_model, read_model_config, save_model
-from rollmill.model.config import ModelConfig
-from rollmill.model.tokenizer import Tokenizer
-from rollmill.model.transformer import Model
+Names are looked up when first used: a rollout process needs the tokenizer only and must not pay for importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollmill.model.attention import Attention, PackedAttention
+    from rollmill.model.checkpoint import CheckpointError, load_model, read_model_config, save_model
+    from rollmill.model.config import ModelConfig
+    from rollmill.model.tokenizer import Tokenizer
+    from rollmill.model.transformer import Model
 
 __all__ = [
     "Attention",
@@ -17,3 +26,21 @@ __all__ = [
     "read_model_config",
     "save_model",
 ]
+
+_HOME = {
+    "Attention": "attention",
+    "CheckpointError": "checkpoint",
+    "Model": "transformer",
+    "ModelConfig": "config",
+    "PackedAttention": "attention",
+    "Tokenizer": "tokenizer",
+    "load_model": "checkpoint",
+    "read_model_config": "checkpoint",
+    "save_model": "checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Message = Mapping[str, Any]
-# A marker no model and no tool will ever produce; it finds where an assistant's own text sits in a rendered template.
+# Finds where an assistant's own text sits in a rendered template.
 _MARK = "\u2063rollmill\u2063here\u2063"
 
 
@@ -62,10 +62,14 @@ class Tokenizer:
 
         `history` ends just before that assistant message. The sampled text itself is never rendered, so it cannot drift.
         """
-        text = self.render([*history, {"role": "assistant", "content": _MARK}, *new], tools)
-        if text.count(_MARK) != 1:
+        # What a tool prints is the agent's to choose, so the marker grows until no message holds it.
+        said, mark = json.dumps([dict(m) for m in (*history, *new)], ensure_ascii=False, default=str), _MARK
+        while mark in said:
+            mark += _MARK[0]
+        text = self.render([*history, {"role": "assistant", "content": mark}, *new], tools)
+        if text.count(mark) != 1:
             raise ValueError("the chat template alters assistant text, so a sampled answer cannot be continued token by token")
-        return text.partition(_MARK)[2]
+        return text.partition(mark)[2]
 
 
 def _token_text(entry: Any) -> str | None:

@@ -11,13 +11,14 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
 
 from rollmill.config import RunConfig
+from rollmill.engine.protocol import Pressure
 from rollmill.gateway import Gateway, Session
 from rollmill.ledger import EpisodeRow, IllegalTransition, Ledger, Pacing, Progress, may_open
 from rollmill.records import CancelReason, DropReason, EpisodeState, GroupState, RunFailure, Task, encode
@@ -30,6 +31,8 @@ log = logging.getLogger("rollmill.rollout")
 TICK_S = 0.05
 OBSERVE_S = 0.5
 REPORT_S = 2.0
+GRACE_S = 5.0
+"""Beyond an episode's own deadline, so that whoever runs out of time inside it can say so first."""
 T = TypeVar("T")
 
 
@@ -39,6 +42,13 @@ class _Running(msgspec.Struct, kw_only=True):
     task: asyncio.Task[None]
     started: float
     cancel_reason: CancelReason = CancelReason.DEADLINE
+    is_ending: bool = False
+    """Its outcome is known or asked for: from here on nothing may interrupt the ledger's record of it."""
+
+    def cancel(self, reason: CancelReason) -> None:
+        if not self.is_ending:
+            self.cancel_reason, self.is_ending = reason, True
+            self.task.cancel()
 
 
 class Dispatcher:
@@ -93,6 +103,7 @@ class Dispatcher:
         finally:
             observer.cancel()
             await self._cancel_all(CancelReason.SHUTDOWN)
+            self._report()
             self._disk.shutdown()
 
     async def _recover(self) -> None:
@@ -146,32 +157,43 @@ class Dispatcher:
         self._running[row.episode_id] = _Running(row=row, session=session, task=task, started=time.monotonic())
 
     async def _episode(self, row: EpisodeRow, session: Session) -> None:
-        limit_s = self._config.rollout.episode_s
-        deadline = time.monotonic() + limit_s
         try:
-            async with asyncio.timeout(limit_s + 5.0):
-                task = self._tasks[row.group_id]
-                done = await self._runner.run(task, row.episode_id, session, seed=self._config.run.seed, deadline=deadline)
-            await self._finish(row, done)
-        except RunFailure as failure:
-            boundary, message = failure.boundary, failure.message
-            log.warning("episode %s failed at %s: %s", row.episode_id, boundary, message)
-            await self._end(row, lambda now: self._ledger.fail_episode(row.episode_id, boundary, message, now), is_failure=True)
-        except TimeoutError:
-            await self._end(row, lambda now: self._ledger.cancel_episode(row.episode_id, CancelReason.DEADLINE, now), is_failure=True)
-        except asyncio.CancelledError:
-            reason = self._running[row.episode_id].cancel_reason
-            is_shutdown = reason in (CancelReason.SHUTDOWN, CancelReason.STALE)
-            if reason != CancelReason.STALE:
-                await self._end(
-                    row, lambda now: self._ledger.cancel_episode(row.episode_id, reason, now), is_failure=False, is_final=is_shutdown
-                )
+            outcome = await self._play(row, session)
+            self._running[row.episode_id].is_ending = True
+            await self._record(row, outcome)
         except Exception as error:  # noqa: BLE001
             # Our own mistake or a broken disk: the run loop raises it, so that the process ends loudly and nothing is guessed.
             self._errors.append(error)
         finally:
             self._running.pop(row.episode_id, None)
             self._ended.set()
+
+    async def _play(self, row: EpisodeRow, session: Session) -> Finished | RunFailure | CancelReason:
+        """The only part of an episode that may be cancelled."""
+        limit_s = self._config.rollout.episode_s
+        deadline = time.monotonic() + limit_s
+        try:
+            async with asyncio.timeout(limit_s + GRACE_S):
+                task = self._tasks[row.group_id]
+                return await self._runner.run(task, row.episode_id, session, seed=self._config.run.seed, deadline=deadline)
+        except RunFailure as failure:
+            return failure
+        except TimeoutError:
+            return CancelReason.DEADLINE
+        except asyncio.CancelledError:
+            return self._running[row.episode_id].cancel_reason
+
+    async def _record(self, row: EpisodeRow, outcome: Finished | RunFailure | CancelReason) -> None:
+        if isinstance(outcome, Finished):
+            await self._finish(row, outcome)
+        elif isinstance(outcome, RunFailure):
+            boundary, message = outcome.boundary, outcome.message
+            log.warning("episode %s failed at %s: %s", row.episode_id, boundary, message)
+            await self._end(row, lambda now: self._ledger.fail_episode(row.episode_id, boundary, message, now), is_failure=True)
+        elif outcome != CancelReason.STALE:
+            # A stale group's episodes are ended with their group, in one transaction.
+            is_failure = outcome == CancelReason.DEADLINE
+            await self._end(row, lambda now: self._ledger.cancel_episode(row.episode_id, outcome, now), is_failure=is_failure)
 
     async def _finish(self, row: EpisodeRow, done: Finished) -> None:
         blob = await self._call(self._ledger.blobs.put, encode(done.trace))
@@ -189,15 +211,18 @@ class Dispatcher:
         self._num_done += 1
         await self._settle(row.group_id)
 
-    async def _end(self, row: EpisodeRow, record: Callable[[float], Any], *, is_failure: bool, is_final: bool = False) -> None:
-        """Record how an attempt ended without a grade; queue another one unless the slot has used up its retries."""
+    async def _end(self, row: EpisodeRow, record: Callable[[float], Any], *, is_failure: bool) -> None:
+        """Record how an attempt ended without a grade; queue another one unless the slot has used up its retries.
+
+        At a shutdown too: the next process then finds the slot queued, as it would after a crash.
+        """
         try:
             await self._call(record, time.time())
             key = (row.group_id, row.slot)
             self._num_failures[key] = self._num_failures.get(key, 0) + int(is_failure)
-            if not is_final and self._num_failures[key] <= self._config.rollout.max_retries:
+            if self._num_failures[key] <= self._config.rollout.max_retries:
                 self._queue.appendleft(await self._call(self._ledger.retry_episode, row.episode_id, time.time()))
-            elif not is_final:
+            else:
                 await self._settle(row.group_id)
         except IllegalTransition as race:
             log.info("%s", race)
@@ -211,9 +236,14 @@ class Dispatcher:
             # A sibling settled it first, or the sweep dropped it.
             log.info("%s", race)
             return
-        self._tasks.pop(group_id, None)
+        self._forget(group_id)
         if state == GroupState.DROPPED:
             log.warning("group %s is dropped: fewer than half of its episodes are valid", group_id)
+
+    def _forget(self, group_id: str) -> None:
+        self._tasks.pop(group_id, None)
+        for key in [k for k in self._num_failures if k[0] == group_id]:
+            del self._num_failures[key]
 
     async def _sweep(self, progress: Progress) -> None:
         """Drop open groups whose oldest token can no longer be trained: their work would only be thrown away later."""
@@ -228,11 +258,11 @@ class Dispatcher:
             if progress.version - version <= self._config.max_staleness:
                 continue
             for running in [r for r in self._running.values() if r.row.group_id == group_id]:
-                running.cancel_reason = CancelReason.STALE
-                running.task.cancel()
+                running.cancel(CancelReason.STALE)
             self._queue = deque(e for e in self._queue if e.group_id != group_id)
             try:
                 await self._call(self._ledger.drop_group, group_id, DropReason.STALE, time.time())
+                self._forget(group_id)
             except IllegalTransition as race:
                 log.info("%s", race)
 
@@ -245,29 +275,31 @@ class Dispatcher:
             verdict = self._concurrency.observe(pressures, len(self._running))
             youngest = sorted(self._running.values(), key=lambda r: -r.started)[: verdict.num_to_cancel]
             for running in youngest:
-                running.cancel_reason = CancelReason.OVERLOAD
-                running.task.cancel()
+                running.cancel(CancelReason.OVERLOAD)
             if time.monotonic() - reported >= REPORT_S:
                 reported = time.monotonic()
-                totals = self._waits.totals_s()
-                self._metrics.write(
-                    {
-                        "rollout/num_running": len(self._running),
-                        "rollout/limit": verdict.limit,
-                        "rollout/num_queued": len(self._queue),
-                        "rollout/num_done": self._num_done,
-                        "rollout/idle_frac": self._idle_s / max(self._clock_s, 1e-9),
-                        "rollout/gated_frac": self._gated_s / max(self._clock_s, 1e-9),
-                        "engine/tokens_per_s": sum(p.tokens_per_s for p in pressures),
-                        "engine/num_waiting": sum(p.waiting for p in pressures),
-                        "engine/version": self._served_version,
-                        "timing_s/wait_policy": totals.get("policy", 0.0),
-                        "timing_s/wait_sandbox": totals.get("sandbox", 0.0),
-                        "rollout/num_model_retries": self._gateway.num_retries,
-                    },
-                    step=self._num_done,
-                )
+                self._report(pressures)
             await asyncio.sleep(OBSERVE_S if self._config.run.mode == "async" else TICK_S)
+
+    def _report(self, pressures: Sequence[Pressure] = ()) -> None:
+        totals = self._waits.totals_s()
+        self._metrics.write(
+            {
+                "rollout/num_running": len(self._running),
+                "rollout/limit": self._concurrency.limit,
+                "rollout/num_queued": len(self._queue),
+                "rollout/num_done": self._num_done,
+                "rollout/idle_frac": self._idle_s / max(self._clock_s, 1e-9),
+                "rollout/gated_frac": self._gated_s / max(self._clock_s, 1e-9),
+                "engine/tokens_per_s": sum(p.tokens_per_s for p in pressures),
+                "engine/num_waiting": sum(p.waiting for p in pressures),
+                "engine/version": self._served_version,
+                "timing_s/wait_policy": totals.get("policy", 0.0),
+                "timing_s/wait_sandbox": totals.get("sandbox", 0.0),
+                "rollout/num_model_retries": self._gateway.num_retries,
+            },
+            step=self._num_done,
+        )
 
     async def _tick(self) -> None:
         """Until an episode ends, or a short while has passed."""
@@ -285,8 +317,7 @@ class Dispatcher:
     async def _cancel_all(self, reason: CancelReason) -> None:
         tasks = []
         for running in list(self._running.values()):
-            running.cancel_reason = reason
-            running.task.cancel()
+            running.cancel(reason)
             tasks.append(running.task)
         if tasks:
             await asyncio.wait(tasks, timeout=10.0)

@@ -11,6 +11,7 @@ from rollmill.rollout.episode import EpisodeRunner
 from rollmill.tasks import TaskSource
 
 MAX_TRIES = 4
+GRACE_S = 5.0
 
 
 async def evaluate(
@@ -39,12 +40,19 @@ async def evaluate(
                 key = f"eval/{label}/{index}/{attempt}"
                 session = runner.open_session(key, seed=seed, temperature=temperature, min_version=min_version)
                 try:
-                    result = await runner.run(task, key, session, seed=seed, deadline=time.monotonic() + episode_s)
+                    async with asyncio.timeout(episode_s + GRACE_S):
+                        result = await runner.run(task, key, session, seed=seed, deadline=time.monotonic() + episode_s)
                     break
-                except RunFailure:
+                except (RunFailure, TimeoutError):
                     if attempt == MAX_TRIES - 1:
                         raise
         grade = result.grade
         await asyncio.to_thread(ledger.add_eval, label, min_version, task.task_id, grade.success, grade.reward, None, time.time())
 
-    await asyncio.gather(*(one(i) for i in range(num_tasks)))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for index in range(num_tasks):
+                tasks.create_task(one(index))
+    except ExceptionGroup as failures:
+        # The group has ended the other episodes already, so none of them outlives the replicas and boxes it uses.
+        raise failures.exceptions[0] from failures

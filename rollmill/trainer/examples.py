@@ -52,6 +52,8 @@ def chat_example(row: Mapping[str, Any], tokenizer: Tokenizer) -> Example:
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ValueError("a chat row needs a list `messages`")
+    if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
+        raise ValueError("every message of a chat row needs to be an object with a `role`")
     ids: list[int] = []
     weights: list[float] = []
     done = ""

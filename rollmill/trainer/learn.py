@@ -12,8 +12,8 @@ from rollmill.trainer.optimizer import MasterAdamW
 
 LOGIT_ROWS = 4096
 METRICS = (
-    "mm/abs_diff_mean mm/abs_diff_max mm/lag0_abs_diff_max mm/k3 mm/ess corr/kept_token_frac corr/tv_masked_frac corr/w_clip_frac "
-    "corr/veto_frac corr/opsm_frac corr/nonfinite_frac pol/entropy loss/sum"
+    "mm/abs_diff_mean mm/abs_diff_max mm/single_version_abs_diff_max mm/k3 mm/ess corr/kept_token_frac corr/tv_masked_frac "
+    "corr/w_clip_frac corr/veto_frac corr/opsm_frac corr/nonfinite_frac pol/entropy loss/sum grad/norm grad/is_dropped"
 ).split()
 """Always written, as zeros when a step had nothing to learn from."""
 
@@ -29,14 +29,14 @@ class Learner:
 
     def step(self, batch: StepBatch, *, version: int) -> tuple[dict[str, float], bool]:
         """(metrics, whether the weights changed). `version` is that of the weights before the step."""
-        gauge = _Gauge(version)
+        gauge = _Gauge()
         device = self.model.embed.device
         for chunk in micro_batches(batch.lessons, self._max_tokens):
-            logprobs_N, entropy_N, sampler_N, sequence_N, versions_N = self._score(chunk)
+            logprobs_N, entropy_N, sampler_N, sequence_N = self._score(chunk)
             advantages_S = torch.tensor([lesson.advantage for lesson in chunk], dtype=torch.float32, device=device)
             parts = dppo_tv(logprobs_N, sampler_N, advantages_S, sequence_N, self._loss)
             torch.autograd.backward(parts.total / (batch.num_episodes * self._length_norm))
-            gauge.add(parts, entropy_N, sampler_N, versions_N)
+            gauge.add(parts, entropy_N, torch.tensor([_is_of(lesson, version) for lesson in chunk], device=device)[sequence_N])
         is_applied = False
         metrics = gauge.metrics()
         if batch.lessons:
@@ -62,32 +62,35 @@ class Learner:
             logprobs.append(logits_NV.gather(-1, tokens_T[rows + 1][:, None])[:, 0])
             entropies.append(-(logits_NV.detach().exp() * logits_NV.detach()).sum(-1))
         sampler = np.concatenate([w.logprobs_T[m] for w, m in zip(windows, masks, strict=True)])
-        versions = np.concatenate([w.versions_T[m] for w, m in zip(windows, masks, strict=True)])
         sequence = np.repeat(np.arange(len(windows)), [int(m.sum()) for m in masks])
         return (
             torch.cat(logprobs),
             torch.cat(entropies),
             torch.from_numpy(sampler).to(device),
             torch.from_numpy(sequence).to(device),
-            torch.from_numpy(versions).to(device),
         )
+
+
+def _is_of(lesson: Lesson, version: int) -> bool:
+    """Whether every sampled token of a window came from exactly these weights: then both sides must agree."""
+    versions = lesson.window.versions_T[lesson.window.sampled_T != 0]
+    return bool((versions == version).all())
 
 
 class _Gauge:
     """Mismatch and mask diagnostics over all tokens of a step, taken before any mask."""
 
-    def __init__(self, version: int) -> None:
-        self._version = version
+    def __init__(self) -> None:
         self._parts: list[LossParts] = []
         self._entropy: list[torch.Tensor] = []
-        self._lag: list[torch.Tensor] = []
+        self._is_single: list[torch.Tensor] = []
         self._loss = 0.0
 
-    def add(self, parts: LossParts, entropy_N: torch.Tensor, sampler_N: torch.Tensor, versions_N: torch.Tensor) -> None:
+    def add(self, parts: LossParts, entropy_N: torch.Tensor, is_single_N: torch.Tensor) -> None:
         self._loss += float(parts.total.detach())
         self._parts.append(parts)
         self._entropy.append(entropy_N)
-        self._lag.append(self._version - versions_N)
+        self._is_single.append(is_single_N)
 
     def metrics(self) -> dict[str, float]:
         out = dict.fromkeys(METRICS, 0.0)
@@ -95,15 +98,14 @@ class _Gauge:
             return out
         finite = torch.cat([p.is_finite_N for p in self._parts])
         diff = torch.cat([p.log_ratio_N for p in self._parts])[finite].double()
-        lag = torch.cat(self._lag)[finite]
         ratio = diff.clamp(-20, 20).exp()
-        fresh = diff[lag == 0].abs()
+        fresh = diff[torch.cat(self._is_single)[finite]].abs()
         vetoed, opsm = torch.cat([p.is_vetoed_S for p in self._parts]), torch.cat([p.is_opsm_S for p in self._parts])
         if diff.numel():
             out |= {
                 "mm/abs_diff_mean": float(diff.abs().mean()),
                 "mm/abs_diff_max": float(diff.abs().max()),
-                "mm/lag0_abs_diff_max": float(fresh.max()) if fresh.numel() else 0.0,
+                "mm/single_version_abs_diff_max": float(fresh.max()) if fresh.numel() else 0.0,
                 "mm/k3": float((ratio - 1 - diff.clamp(-20, 20)).mean()),
                 "mm/ess": float(ratio.sum() ** 2 / (len(ratio) * ratio.square().sum())),
                 "corr/w_clip_frac": float((ratio > 20.0).double().mean()),

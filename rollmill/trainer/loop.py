@@ -17,7 +17,7 @@ import torch
 from rollmill.config import RunConfig
 from rollmill.ledger import CheckpointRow, CorruptBlob, GroupRow, IllegalTransition, Ledger, Pacing, cut
 from rollmill.model import load_model
-from rollmill.records import BlobRef, DropReason, EpisodeState, Trace
+from rollmill.records import BlobRef, DropReason, EpisodeState, GroupState, Trace
 from rollmill.telemetry import Metrics, Waits
 from rollmill.trainer.batch import Attempt, make_batch
 from rollmill.trainer.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
@@ -39,7 +39,7 @@ class TrainerLoop:
         t = config.trainer
         torch.set_num_threads(t.num_threads)
         model, _ = load_model(config.model.path)
-        self._optimizer = MasterAdamW(model, lr=t.lr, warmup_steps=t.warmup_steps)
+        self._optimizer = MasterAdamW(model, lr=t.lr, warmup_steps=t.warmup_steps, clip_norm=t.clip_norm)
         self._model = model
         self._learner = Learner(
             model,
@@ -68,15 +68,14 @@ class TrainerLoop:
         started = time.monotonic()
         base_wall_s = self._wall_s
         try:
-            replay = self._ledger.pending_batches()
             while self.step < self._config.run.steps and not self._should_stop():
                 waited = time.monotonic()
-                if self.step in replay:
-                    rows = replay.pop(self.step)
+                if rows := self._ledger.batch(self.step):
+                    # Cut before a crash. A group dropped since keeps its place in the batch but teaches nothing, and a batch
+                    # of which nothing is left must still be committed, because its step cannot be cut again.
+                    rows = [row for row in rows if row.state == GroupState.ADMITTED]
                     log.info("replaying batch %d of %d groups admitted before a crash", self.step, len(rows))
-                else:
-                    rows = self._next_batch()
-                if not rows:
+                elif not (rows := self._next_batch()):
                     break
                 waited_s = time.monotonic() - waited
                 self._wall_s = base_wall_s + time.monotonic() - started
@@ -131,7 +130,7 @@ class TrainerLoop:
         found = cut(window, version=self.version, max_staleness=self._config.max_staleness, pacing=self._pacing)
         try:
             for row in found.stale:
-                if row.state == "ready":
+                if row.state == GroupState.READY:
                     self._ledger.drop_group(row.group_id, DropReason.STALE, time.time())
             if found.admit:
                 self._ledger.admit(self.step, [row.group_id for row in found.admit], version=self.version, now=time.time())
@@ -149,13 +148,15 @@ class TrainerLoop:
         metrics, is_changed = self._learner.step(batch, version=self.version)
         learnt_s = time.monotonic() - started - loaded_s
         used_version, blocked_s = self.version, self._publisher.stats().blocked_s
+        is_last = self.step + 1 == self._config.run.steps
         if is_changed:
             self.version = self._publisher.submit(self._model.serving_tensors(), step=self.step)
-            if self._config.run.mode == "sync":
-                with self._waits.of("publish", owner="weight store", deadline_s=600.0):
-                    self._publisher.flush()
+        if self._config.run.mode == "sync" or is_last:
+            # Whoever sees these commits acts on the version they made: the barrier, and the evaluation after the last step.
+            with self._waits.of("publish", owner="weight store", deadline_s=600.0):
+                self._publisher.flush()
         published_s = time.monotonic() - started - loaded_s - learnt_s
-        if (self.step + 1) % self._checkpoint_every == 0 or self.step + 1 == self._config.run.steps:
+        if (self.step + 1) % self._checkpoint_every == 0 or is_last:
             self._commit()
         total_s = time.monotonic() - started
         staleness = [row.staleness for row in rows if row.staleness is not None]

@@ -71,7 +71,8 @@ async def _run_hidden_calls(problem: Problem, files: Mapping[str, str], probe: P
     printed = (await probe({path: files[path]}, probe_argv(problem))).strip().splitlines()
     try:
         got = json.loads(printed[-1]) if printed else None
-    except ValueError:
+    except (ValueError, RecursionError):
+        # Deeply nested output must not break the grader: the agent would swap a reward of 0 for a failure of ours.
         got = None
     return "" if got == list(results) else f"{function} in {path} returns wrong values"
 

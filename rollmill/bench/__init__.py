@@ -1,0 +1,1 @@
+"""Benchmarks of whole runs, beside their peers, in one command each."""

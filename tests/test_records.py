@@ -1,0 +1,66 @@
+"""Records: arrays survive the wire bit for bit, and a window that contradicts itself is refused."""
+
+from __future__ import annotations
+
+import doctest
+import math
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmill import records
+from rollmill.records import Boundary, RunFailure, StopReason, Trace, Window, encode
+
+token = st.tuples(
+    st.integers(0, 2**31 - 1),
+    st.integers(0, 1),
+    st.floats(width=32, allow_nan=True, allow_infinity=True),
+    st.integers(0, 2**31 - 1),
+)
+
+
+def window(rows: list[tuple[int, int, float, int]]) -> Window:
+    return Window.of(
+        tokens=[r[0] for r in rows],
+        sampled=[r[1] for r in rows],
+        logprobs=[r[2] for r in rows],
+        versions=[r[3] if r[1] else -1 for r in rows],
+    )
+
+
+@given(st.lists(st.lists(token, max_size=20), max_size=4))
+def test_trace_survives_the_wire_bit_for_bit(rows: list[list[tuple[int, int, float, int]]]) -> None:
+    trace = Trace(episode_id="g000000.0.0", windows=tuple(window(r) for r in rows), stop=StopReason.SUBMITTED)
+    back = msgspec.msgpack.decode(encode(trace), type=Trace)
+    assert back == trace
+    for mine, theirs in zip(rows, back.windows, strict=True):
+        theirs.check()
+        assert theirs.tokens_T.tolist() == [r[0] for r in mine]
+        assert theirs.logprobs_T.tobytes() == np.array([r[2] for r in mine], "<f4").tobytes()
+    assert back.num_sampled == sum(r[1] for rs in rows for r in rs)
+    versions = [r[3] for rs in rows for r in rs if r[1]]
+    assert back.version_range() == ((min(versions), max(versions)) if versions else (-1, -1))
+
+
+def test_window_refuses_arrays_of_different_length() -> None:
+    good = Window.of(tokens=[1, 2], sampled=[0, 1], logprobs=[0.0, -0.5], versions=[-1, 3])
+    for name in ("tokens", "logprobs", "versions"):
+        with pytest.raises(ValueError, match="disagree on their length"):
+            msgspec.structs.replace(good, **{name: getattr(good, name)[:-4]}).check()
+
+
+def test_window_refuses_sampled_token_without_version() -> None:
+    with pytest.raises(ValueError, match="no weight version"):
+        Window.of(tokens=[1, 2], sampled=[0, 1], logprobs=[0.0, math.nan], versions=[-1, -1]).check()
+
+
+def test_failure_names_its_boundary() -> None:
+    failure = RunFailure(Boundary.SANDBOX, "box 3 is gone")
+    assert str(failure) == "sandbox: box 3 is gone" and failure.boundary is Boundary.SANDBOX
+
+
+def test_examples_in_the_docstrings_hold() -> None:
+    assert doctest.testmod(records).failed == 0
