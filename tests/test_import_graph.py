@@ -72,7 +72,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: module_name(p))
 def test_module_imports_only_what_lies_below_it(path: Path) -> None:
-    part = (module_name(path).split(".") + [""])[1]
+    part = [*module_name(path).split("."), ""][1]
     if not part:
         assert imported(path) == set()
         return

@@ -81,6 +81,7 @@ def test_health_port_tells_current_waits_and_metrics(tmp_path: Path) -> None:
         server.stop()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_taken_port_is_an_error_not_a_hang(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, "trainer")
     first = RoleServer(metrics, Waits(), dict)
