@@ -174,7 +174,7 @@ class Trainer:
     """Runs in a thread of its own and meets the other workers only in the ledger and in the weight store."""
 
     def __init__(self, run_dir: Path, num_steps: int, stop: threading.Event) -> None:
-        self.run_dir, self.num_steps, self.stop = run_dir, num_steps, stop
+        self.run_dir, self.num_steps, self.stop, self.store = run_dir, num_steps, stop, DirectoryStore(run_dir / "weights")
         model, _ = load_model(MODEL)
         self.optimizer = MasterAdamW(model, lr=6e-4, warmup_steps=5)
         self.learner = Learner(model, self.optimizer, LossConfig(), temperature=TEMPERATURE, length_norm=64.0, tokens_per_microbatch=8192)
@@ -184,21 +184,20 @@ class Trainer:
 
     def run(self) -> None:
         started = time.monotonic()
-        store = DirectoryStore(self.run_dir / "weights")
-        with self.ledger, Publisher(store, run_id=self.run_dir.name, on_published=self.record) as publisher:
+        with self.ledger, Publisher(self.store, run_id=self.run_dir.name, on_published=self.record) as publisher:
             head, first = self.ledger.head_checkpoint(), 0
             if head is not None:
                 load_checkpoint(self.run_dir, head.path, head.digest, self.optimizer)
                 first = head.step + 1
+                print(f"{self.run_dir} holds {first} trained steps; going on from there", flush=True)
             self.version = publisher.resume(self.learner.model.serving_tensors(), step=first)
             if self.version not in {row.version for row in self.ledger.versions()}:
                 # Published, but the process died before the ledger heard of it.
                 self.ledger.publish_version(self.version, first, "full", 0, time.time())
-            # Batches that were cut before a crash and are in no checkpoint: the same groups are learnt from again.
-            replay = self.ledger.pending_batches()
             for step in range(first, self.num_steps):
                 asked = time.monotonic()
-                rows = replay.pop(step, None) or self.next_batch(step)
+                # A batch that was cut before a crash and is in no checkpoint is learnt from again, the same groups of it.
+                rows = self.ledger.batch(step) or self.next_batch(step)
                 if not rows:
                     return
                 waited_s = time.monotonic() - asked
@@ -209,8 +208,7 @@ class Trainer:
                     self.version = publisher.submit(self.learner.model.serving_tensors(), step=step)
                 path, digest = save_checkpoint(self.run_dir, step=step, optimizer=self.optimizer)
                 # One transaction: the checkpoint counts and its groups are TRAINED, or neither.
-                wall_s = time.monotonic() - started
-                row = CheckpointRow(step=step, version=self.version, path=path, digest=digest, wall_s=wall_s)
+                row = CheckpointRow(step=step, version=self.version, path=path, digest=digest, wall_s=time.monotonic() - started)
                 self.ledger.commit_step(row, time.time())
                 prune_checkpoints(self.run_dir, step)
                 self.report(step, rows, batch.rewards, waited_s, time.monotonic() - asked - waited_s)
@@ -265,12 +263,11 @@ class Trainer:
 async def loop(run_dir: Path, num_steps: int) -> None:
     stop, urls = threading.Event(), list[str]()
     trainer, rollouts = Trainer(run_dir, num_steps, stop), Rollouts(run_dir, num_steps, urls)
-    store, num_slots = DirectoryStore(run_dir / "weights"), MAX_RUNNING
     try:
         async with asyncio.TaskGroup() as group:
             # Its compute thread swaps weights between two decode steps, and serves a version only after proving that it runs those bits.
             ready = lambda port: urls.append(f"http://127.0.0.1:{port}")  # noqa: E731
-            engine = group.create_task(run_engine(MODEL, store=store, num_threads=1, num_slots=num_slots, on_ready=ready))
+            engine = group.create_task(run_engine(MODEL, store=trainer.store, num_threads=1, num_slots=MAX_RUNNING, on_ready=ready))
             training = group.create_task(asyncio.to_thread(trainer.run))
             await rollouts.run()
             await training
@@ -286,7 +283,10 @@ def main() -> None:
     arguments = parser.parse_args()
     # Engine and trainer each get a core; more threads per operation would only make them fight.
     torch.set_num_threads(1)
-    asyncio.run(loop(arguments.run_dir, arguments.steps))
+    try:
+        asyncio.run(loop(arguments.run_dir, arguments.steps))
+    except KeyboardInterrupt:
+        raise SystemExit("stopped; the same command goes on from here") from None
     with Ledger.open_reader(arguments.run_dir) as ledger:
         problems, progress = ledger.audit(), ledger.progress()
     assert not problems, "\n".join(problems)

@@ -137,9 +137,9 @@ def train(
                 raise ValueError(f"{failure}\n(whole logs: {config.run.dir}/logs; go on with --resume once it is mended)") from failure
         path = write_summary(config.run.dir)
     if not is_finished:
-        typer.echo(f"stopped; nothing is lost. Go on with:  rollmill train {run_file} --resume")
+        typer.echo(f"stopped; nothing is lost. Go on with:  {_me()} train {resolved} --resume")
         raise typer.Exit(130)
-    typer.echo("\n" + describe(summarise(config.run.dir), config.run.dir) + "\n")
+    typer.echo("\n" + describe(summarise(config.run.dir), config.run.dir, _me()) + "\n")
     typer.echo(str(path))
 
 
@@ -157,7 +157,7 @@ def summary(run_dir: RunDir) -> None:
     """Say in plain English what a run achieved so far."""
     from rollmill.fleet.summary import describe, summarise
 
-    typer.echo(describe(summarise(run_dir), run_dir))
+    typer.echo(describe(summarise(run_dir), run_dir, _me()))
 
 
 @app.command()
@@ -235,6 +235,11 @@ def tasks_show(seed: int = 0, num: int = 5, levels: str = "1", split: str = "tra
         typer.echo(f"{task.task_id}\n  {task.instruction}")
         for path, text in task.files.items():
             typer.echo(f"  {path}: {text!r}")
+
+
+def _me() -> str:
+    """How this program was called, for commands that a person may paste."""
+    return sys.argv[0] if sys.argv[0].endswith("rollmill") else "rollmill"
 
 
 def _existing(path: Path) -> Path:

@@ -67,6 +67,8 @@ class TrainerSection(Section):
     groups_per_batch: int = Field(8, ge=1)
     lr: float = Field(1e-6, gt=0)
     warmup_steps: int = Field(5, ge=0)
+    lr_final_frac: float = Field(1.0, gt=0, le=1)
+    """The learning rate falls evenly to this share of `lr` at the last step; 1 keeps it constant."""
     adam_eps: float = Field(1e-15, gt=0)
     """AdamW's floor. Near the usual gradient of one weight it keeps weights that carry no signal from wandering."""
     clip_norm: float = Field(1.0, gt=0)

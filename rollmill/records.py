@@ -83,8 +83,6 @@ class StopReason(StrEnum):
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
     """The episode's token budget or the model's context is used up."""
-    TIME_OUT = "time_out"
-    """The agent's own time budget is used up (not an infrastructure failure)."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from rollmill.config import RunConfig
 from rollmill.fleet.summary import sparkline
 from rollmill.ledger import Ledger
 from rollmill.records import EpisodeState
+from rollmill.telemetry import Metrics
 
 REFRESH_S, LINE_EVERY_S = 0.5, 5.0
 
@@ -54,6 +55,7 @@ class Display:
         self._console = Console(stderr=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=True) if sys.stdout.isatty() else None
         self._ledger: Ledger | None = None
+        self._metrics, self._life = Metrics(self._run_dir, "supervisor"), time.time()
         self._note = "starting"
 
     def __enter__(self) -> Display:
@@ -61,7 +63,13 @@ class Display:
             self._live.start()
         return self
 
+    def record(self) -> None:
+        """How long this life of the run has lasted, for the summary."""
+        wall_s = round(time.monotonic() - self._started, 3)
+        self._metrics.write({"run/wall_s": wall_s, "life": self._life}, step=0)
+
     def __exit__(self, *_: object) -> None:
+        self.record()
         if self._live:
             self._live.stop()
         if self._ledger:
@@ -86,6 +94,7 @@ class Display:
             self._live.update(self._panel(now), refresh=True)
         elif now - self._lined >= LINE_EVERY_S:
             self._lined = now
+            self.record()
             print(f"[{now - self._started:6.1f} s] {self._line()}", flush=True)
 
     def _facts(self) -> dict[str, Any]:
@@ -120,9 +129,12 @@ class Display:
     def _line(self) -> str:
         f = self._facts()
         if f["after"]:
-            return f"held-out after: {f['after'].num_success}/{f['after'].num_episodes} solved"
-        if not f["episodes"] and f["before"]:
-            return f"held-out before: {f['before'].num_success}/{f['before'].num_episodes} solved"
+            return f"held-out tasks after training: {f['after'].num_success} of {f['after'].num_episodes} solved so far"
+        if f["version"] < 0:
+            return "starting; the trainer is loading the model"
+        if not f["episodes"]:
+            so_far = f"{f['before'].num_success} of {f['before'].num_episodes} solved so far" if f["before"] else "starting"
+            return f"held-out tasks before training: {so_far}"
         return (
             f"step {f['step']}/{f['steps']}  reward {f['reward']:.2f}  staleness {f['staleness']:.1f} (max {f['staleness_max']:.0f})  "
             f"trainer waited {f['wait_batch']:.1f} s of {f['wait_batch'] + f['step_s']:.1f} s  "

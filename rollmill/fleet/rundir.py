@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
 from rollmill.config import RunConfig, dump_config, load_config
 
 # What may not change between a run and its resumption: the ledger's groups would mean something else.
@@ -56,10 +58,28 @@ def prepare(config: RunConfig, *, resume: bool) -> Path:
                     f"{key} was {before[section][name]!r} when {run_dir} was started and is {now[section][name]!r} now; "
                     "a resumed run must keep it. Change it back or set another run.dir"
                 )
+    _check_model(config, run_dir, resume=resume)
     for name in ("logs", "roles", "metrics"):
         (run_dir / name).mkdir(parents=True, exist_ok=True)
     write_atomic(file, dump_config(config))
     return file
+
+
+def _check_model(config: RunConfig, run_dir: Path, *, resume: bool) -> None:
+    """Remember which model a run began with; refuse to go on with another one under the same path."""
+    names = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    files = [config.model.path / n for n in names if (config.model.path / n).is_file()] + sorted(config.model.path.glob("*.safetensors"))
+    now = {file.name: blake3(file.read_bytes()).hexdigest() for file in files}
+    record = run_dir / "model.json"
+    before = json.loads(record.read_text()) if resume and record.is_file() else now
+    for name in sorted({*before, *now}):
+        if before.get(name) != now.get(name):
+            raise RunDirError(
+                f"{config.model.path / name} is not the file {run_dir} was started with; "
+                "tokens and weights of the run would no longer fit. Put it back or set another run.dir"
+            )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_atomic(record, json.dumps(now, indent=2) + "\n")
 
 
 def write_atomic(path: Path, text: str) -> None:

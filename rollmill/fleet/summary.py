@@ -31,11 +31,7 @@ def summarise(run_dir: Path) -> dict[str, Any]:
     with Ledger.open_reader(run_dir) as ledger:
         progress = ledger.progress()
         before, after = ledger.eval_summary("before"), ledger.eval_summary("after")
-        opened = ledger.events(limit=1)
-    started = opened[0].time if opened else None
-    ended = max((row["t"] for row in trainer), default=None)
-    if after:
-        ended = max(ended or 0.0, after[-1].last_at)
+    lives = {row["life"]: row["run/wall_s"] for row in read_metrics(run_dir, "supervisor")}
     return {
         "heldout_success_before": before[0].mean_success if before else None,
         "heldout_success_after": after[-1].mean_success if after else None,
@@ -48,7 +44,7 @@ def summarise(run_dir: Path) -> dict[str, Any]:
         "staleness_max": max((r["staleness/max"] for r in ordered), default=None),
         "delta_bytes_mean": float(np.mean(deltas)) if deltas else None,
         "full_bytes": versions[-1]["weights/full_bytes"] if versions else None,
-        "wall_s": round(ended - started, 1) if started and ended else None,
+        "wall_s": round(sum(lives.values()), 1) if lives else None,
         "seed": config.run.seed,
         "mode": config.run.mode,
         "timing_s": {
@@ -88,7 +84,7 @@ def sparkline(values: list[float], width: int = 60) -> str:
     return "".join(BARS[min(7, max(0, round(float(c.mean()) * 7 + 1e-9)))] for c in cells)
 
 
-def describe(summary: dict[str, Any], run_dir: Path) -> str:
+def describe(summary: dict[str, Any], run_dir: Path, me: str = "rollmill") -> str:
     """The summary for a person, ending in what to type next."""
 
     def pct(value: float | None) -> str:
@@ -121,8 +117,8 @@ def describe(summary: dict[str, Any], run_dir: Path) -> str:
     lines += [
         "",
         "Next:",
-        f"  rollmill show {run_dir}                 one episode, turn by turn",
-        f"  rollmill audit {run_dir}                prove that every group was trained exactly once",
-        f"  rollmill weights log {run_dir}          the chain of weight versions",
+        f"  {me} show {run_dir}            # one episode, turn by turn",
+        f"  {me} audit {run_dir}           # prove that every group was trained exactly once",
+        f"  {me} weights log {run_dir}     # the chain of weight versions",
     ]
     return "\n".join(lines)

@@ -77,6 +77,7 @@ class Dispatcher:
         self._served_version = -1
         self._idle_s = self._gated_s = self._clock_s = 0.0
         self._num_done = 0
+        self._settled: set[str] = set()
         self._ended = asyncio.Event()
         self._errors: list[BaseException] = []
 
@@ -228,8 +229,10 @@ class Dispatcher:
             log.info("%s", race)
 
     async def _settle(self, group_id: str) -> None:
-        if any(e.is_live for e in await self._call(self._ledger.episodes_of, group_id)):
+        if any(e.is_live for e in await self._call(self._ledger.episodes_of, group_id)) or group_id in self._settled:
             return
+        # Two siblings may end in the same moment: the first settles the group.
+        self._settled.add(group_id)
         try:
             state = await self._call(self._ledger.settle_group, group_id, time.time())
         except IllegalTransition as race:

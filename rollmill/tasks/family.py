@@ -6,6 +6,7 @@ on this side: the box is given inputs only, and what it prints is compared here.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -31,10 +32,19 @@ class TaskFamily(Protocol):
 
 
 def open_family(name: str) -> TaskFamily:
-    """The family of that name."""
+    """The family of that name, or a class of your own as `package.module:Class`."""
     from rollmill.tasks.repo import RepoFamily
+
+    module, colon, attribute = name.partition(":")
+    if colon:
+        try:
+            return getattr(importlib.import_module(module), attribute)()
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"tasks.family = {name!r} cannot be loaded: {error}") from error
 
     known: dict[str, type[TaskFamily]] = {"repo": RepoFamily}
     if name not in known:
-        raise ValueError(f"there is no task family {name!r}; known: {', '.join(sorted(known))}. Set `tasks.family` to one of them")
+        raise ValueError(
+            f"there is no task family {name!r}; known: {', '.join(sorted(known))}. Set `tasks.family` to one of them or to package.module:Class"
+        )
     return known[name]()

@@ -27,9 +27,9 @@ class Learner:
         self.model, self.optimizer, self._loss = model, optimizer, loss
         self._temperature, self._length_norm, self._max_tokens = temperature, length_norm, tokens_per_microbatch
 
-    def step(self, batch: StepBatch, *, version: int) -> tuple[dict[str, float], bool]:
+    def step(self, batch: StepBatch, *, version: int, lr_scale: float = 1.0) -> tuple[dict[str, float], bool]:
         """(metrics, whether the weights changed). `version` is that of the weights before the step."""
-        gauge = _Gauge()
+        gauge = _Gauge(self._loss.ratio_cap)
         device = self.model.embed.device
         for chunk in micro_batches(batch.lessons, self._max_tokens):
             logprobs_N, entropy_N, sampler_N, sequence_N = self._score(chunk)
@@ -40,7 +40,7 @@ class Learner:
         is_applied = False
         metrics = gauge.metrics()
         if batch.lessons:
-            stats = self.optimizer.step()
+            stats = self.optimizer.step(lr_scale)
             is_applied = stats.is_applied
             metrics |= {"grad/norm": stats.grad_norm, "grad/is_dropped": float(not is_applied)}
         return metrics, is_applied
@@ -80,7 +80,8 @@ def _is_of(lesson: Lesson, version: int) -> bool:
 class _Gauge:
     """Mismatch and mask diagnostics over all tokens of a step, taken before any mask."""
 
-    def __init__(self) -> None:
+    def __init__(self, ratio_cap: float) -> None:
+        self._ratio_cap = ratio_cap
         self._parts: list[LossParts] = []
         self._entropy: list[torch.Tensor] = []
         self._is_single: list[torch.Tensor] = []
@@ -108,7 +109,7 @@ class _Gauge:
                 "mm/single_version_abs_diff_max": float(fresh.max()) if fresh.numel() else 0.0,
                 "mm/k3": float((ratio - 1 - diff.clamp(-20, 20)).mean()),
                 "mm/ess": float(ratio.sum() ** 2 / (len(ratio) * ratio.square().sum())),
-                "corr/w_clip_frac": float((ratio > 20.0).double().mean()),
+                "corr/w_clip_frac": float((ratio > self._ratio_cap).double().mean()),
             }
         return out | {
             "corr/kept_token_frac": float(torch.cat([p.is_kept_N for p in self._parts]).double().mean()),

@@ -145,12 +145,12 @@ class TrainerLoop:
         groups = [self._attempts(row) for row in rows]
         batch = make_batch([g for g in groups if g])
         loaded_s = time.monotonic() - started
-        metrics, is_changed = self._learner.step(batch, version=self.version)
+        metrics, is_changed = self._learner.step(batch, version=self.version, lr_scale=self._lr_scale())
         learnt_s = time.monotonic() - started - loaded_s
         used_version, blocked_s = self.version, self._publisher.stats().blocked_s
         is_last = self.step + 1 == self._config.run.steps
         if is_changed:
-            self.version = self._publisher.submit(self._model.serving_tensors(), step=self.step)
+            self.version = self._publisher.submit(self._model.serving_tensors(), step=self.step + 1)
         if self._config.run.mode == "sync" or is_last:
             # Whoever sees these commits acts on the version they made: the barrier, and the evaluation after the last step.
             with self._waits.of("publish", owner="weight store", deadline_s=600.0):
@@ -185,6 +185,10 @@ class TrainerLoop:
             step=self.step,
         )
         self.step += 1
+
+    def _lr_scale(self) -> float:
+        share = self.step / max(1, self._config.run.steps - 1)
+        return 1.0 - (1.0 - self._config.trainer.lr_final_frac) * share
 
     def _commit(self) -> None:
         path, digest = save_checkpoint(self._ledger.run_dir, step=self.step, optimizer=self._optimizer)

@@ -58,9 +58,9 @@ def dppo_tv(
         advantage_N = advantages_S[sequence_N]
         moved = logp.exp() - mu.exp()
         is_tv_masked = torch.where(advantage_N > 0, moved > config.tv_delta, moved < -config.tv_delta)
-        ones = torch.ones(num_sequences, device=ratio.device)
+        ones = torch.ones(num_sequences, dtype=ratio.dtype, device=ratio.device)
         lowest = ones.scatter_reduce(0, sequence_N, ratio, "amin")
-        count = torch.zeros_like(ones).index_add(0, sequence_N, is_finite.float()).clamp(min=1)
+        count = torch.zeros_like(ones).index_add(0, sequence_N, is_finite.to(ratio.dtype)).clamp(min=1)
         mean_log = torch.zeros_like(ones).index_add(0, sequence_N, torch.where(is_finite, log_ratio, 0.0)) / count
         is_vetoed = lowest < VETO_RATIO
         is_opsm = (advantages_S < 0) & (-mean_log > OPSM_LIMIT)

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from rollmill.cli import main
 from rollmill.ledger import Ledger
 from tests.fleet.live_run import REPO, ROLES, LiveRun, await_until, is_alive, run_file
 
 
 def rollmill(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "rollmill.cli", *args], capture_output=True, text=True, timeout=60)
+    """The command line, called in this process: importing torch once is enough."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with mock_argv("rollmill", *args), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 0
+    return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def mock_argv(*argv: str) -> Iterator[None]:
+    before, sys.argv = sys.argv, list(argv)
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def test_run_stops_cleanly_on_ctrl_c_and_resumes_to_its_end(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from itertools import permutations
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
@@ -106,7 +106,7 @@ def test_conversations_have_the_shape_the_harness_produces() -> None:
     task = RepoFamily().make(kind="configure", level=1, seed=2, split="train")
     roles = [m["role"] for m in conversation(task, script(task, expert=True), "s")["messages"]]
     assert roles[:2] == ["system", "user"] and roles[-1] == "assistant"
-    assert all(a != b for a, b in zip(roles, roles[1:], strict=False))
+    assert all(a != b for a, b in pairwise(roles))
     family = open_family("repo")
     assert list(traces(family, num=5, seed=1, expert_frac=0.5, levels=(1,), system="s")) == list(
         traces(family, num=5, seed=1, expert_frac=0.5, levels=(1,), system="s")
