@@ -39,16 +39,15 @@ T = TypeVar("T")
 class _Running(msgspec.Struct, kw_only=True):
     row: EpisodeRow
     session: Session
-    task: asyncio.Task[None]
+    play: asyncio.Task[Finished]
+    """The only part of an episode that may be cancelled: the record of how it ended is never interrupted."""
     started: float
     cancel_reason: CancelReason = CancelReason.DEADLINE
-    is_ending: bool = False
-    """Its outcome is known or asked for: from here on nothing may interrupt the ledger's record of it."""
 
     def cancel(self, reason: CancelReason) -> None:
-        if not self.is_ending:
-            self.cancel_reason, self.is_ending = reason, True
-            self.task.cancel()
+        if not self.play.done() and not self.play.cancelling():
+            self.cancel_reason = reason
+            self.play.cancel()
 
 
 class Dispatcher:
@@ -77,8 +76,8 @@ class Dispatcher:
         self._served_version = -1
         self._idle_s = self._gated_s = self._clock_s = 0.0
         self._num_done = 0
-        self._settled: set[str] = set()
         self._ended = asyncio.Event()
+        self._endings: set[asyncio.Task[None]] = set()
         self._errors: list[BaseException] = []
 
     async def run(self) -> None:
@@ -154,61 +153,64 @@ class Dispatcher:
         session = self._runner.open_session(
             row.episode_id, seed=self._config.run.seed, temperature=self._config.rollout.temperature, min_version=min_version
         )
-        task = asyncio.create_task(self._episode(row, session), name=row.episode_id)
-        self._running[row.episode_id] = _Running(row=row, session=session, task=task, started=time.monotonic())
+        play = asyncio.create_task(self._play(row, session), name=row.episode_id)
+        running = _Running(row=row, session=session, play=play, started=time.monotonic())
+        self._running[row.episode_id] = running
+        self._endings.add(ending := asyncio.create_task(self._episode(running), name=f"{row.episode_id} end"))
+        ending.add_done_callback(self._endings.discard)
 
-    async def _episode(self, row: EpisodeRow, session: Session) -> None:
+    async def _play(self, row: EpisodeRow, session: Session) -> Finished:
+        limit_s = self._config.rollout.episode_s
+        deadline = time.monotonic() + limit_s
+        async with asyncio.timeout(limit_s + GRACE_S):
+            task = self._tasks[row.group_id]
+            return await self._runner.run(task, row.episode_id, session, seed=self._config.run.seed, deadline=deadline)
+
+    async def _episode(self, running: _Running) -> None:
         try:
-            outcome = await self._play(row, session)
-            self._running[row.episode_id].is_ending = True
-            await self._record(row, outcome)
+            await asyncio.wait([running.play])
+            await self._record(running)
         except Exception as error:  # noqa: BLE001
             # Our own mistake or a broken disk: the run loop raises it, so that the process ends loudly and nothing is guessed.
             self._errors.append(error)
         finally:
-            self._running.pop(row.episode_id, None)
+            self._running.pop(running.row.episode_id, None)
             self._ended.set()
 
-    async def _play(self, row: EpisodeRow, session: Session) -> Finished | RunFailure | CancelReason:
-        """The only part of an episode that may be cancelled."""
-        limit_s = self._config.rollout.episode_s
-        deadline = time.monotonic() + limit_s
-        try:
-            async with asyncio.timeout(limit_s + GRACE_S):
-                task = self._tasks[row.group_id]
-                return await self._runner.run(task, row.episode_id, session, seed=self._config.run.seed, deadline=deadline)
-        except RunFailure as failure:
-            return failure
-        except TimeoutError:
-            return CancelReason.DEADLINE
-        except asyncio.CancelledError:
-            return self._running[row.episode_id].cancel_reason
-
-    async def _record(self, row: EpisodeRow, outcome: Finished | RunFailure | CancelReason) -> None:
-        if isinstance(outcome, Finished):
-            await self._finish(row, outcome)
-        elif isinstance(outcome, RunFailure):
-            boundary, message = outcome.boundary, outcome.message
+    async def _record(self, running: _Running) -> None:
+        row, play = running.row, running.play
+        error = None if play.cancelled() else play.exception()
+        if play.cancelled() or isinstance(error, TimeoutError):
+            reason = running.cancel_reason if play.cancelled() else CancelReason.DEADLINE
+            # A stale group's episodes are ended with their group, in one transaction.
+            if reason != CancelReason.STALE:
+                is_failure = reason == CancelReason.DEADLINE
+                await self._end(row, lambda now: self._ledger.cancel_episode(row.episode_id, reason, now), is_failure=is_failure)
+        elif isinstance(error, RunFailure):
+            boundary, message = error.boundary, error.message
             log.warning("episode %s failed at %s: %s", row.episode_id, boundary, message)
             await self._end(row, lambda now: self._ledger.fail_episode(row.episode_id, boundary, message, now), is_failure=True)
-        elif outcome != CancelReason.STALE:
-            # A stale group's episodes are ended with their group, in one transaction.
-            is_failure = outcome == CancelReason.DEADLINE
-            await self._end(row, lambda now: self._ledger.cancel_episode(row.episode_id, outcome, now), is_failure=is_failure)
+        else:
+            await self._finish(row, play.result())
 
     async def _finish(self, row: EpisodeRow, done: Finished) -> None:
         blob = await self._call(self._ledger.blobs.put, encode(done.trace))
-        await self._call(
-            self._ledger.finish_episode,
-            row.episode_id,
-            grade=done.grade,
-            stop=done.trace.stop,
-            blob=blob,
-            versions=done.trace.version_range(),
-            num_tokens=sum(w.num_tokens for w in done.trace.windows),
-            num_sampled=done.trace.num_sampled,
-            now=time.time(),
-        )
+        try:
+            await self._call(
+                self._ledger.finish_episode,
+                row.episode_id,
+                grade=done.grade,
+                stop=done.trace.stop,
+                blob=blob,
+                versions=done.trace.version_range(),
+                num_tokens=sum(w.num_tokens for w in done.trace.windows),
+                num_sampled=done.trace.num_sampled,
+                now=time.time(),
+            )
+        except IllegalTransition as race:
+            # The sweep dropped its group, and ended this episode with it, while the trace was being written.
+            log.info("%s", race)
+            return
         self._num_done += 1
         await self._settle(row.group_id)
 
@@ -217,29 +219,38 @@ class Dispatcher:
 
         At a shutdown too: the next process then finds the slot queued, as it would after a crash.
         """
+        key = (row.group_id, row.slot)
+        self._num_failures[key] = self._num_failures.get(key, 0) + int(is_failure)
+        may_retry = self._num_failures[key] <= self._config.rollout.max_retries
+
+        def record_and_retry() -> EpisodeRow | None:
+            # One job on the ledger's thread: between the two the slot has no live attempt, and a sibling could settle the group.
+            record(time.time())
+            return self._ledger.retry_episode(row.episode_id, time.time()) if may_retry else None
+
         try:
-            await self._call(record, time.time())
-            key = (row.group_id, row.slot)
-            self._num_failures[key] = self._num_failures.get(key, 0) + int(is_failure)
-            if self._num_failures[key] <= self._config.rollout.max_retries:
-                self._queue.appendleft(await self._call(self._ledger.retry_episode, row.episode_id, time.time()))
-            else:
-                await self._settle(row.group_id)
+            retry = await self._call(record_and_retry)
         except IllegalTransition as race:
+            # The sweep dropped the group meanwhile and has ended its episodes.
             log.info("%s", race)
+            return
+        if retry is not None:
+            self._queue.appendleft(retry)
+        else:
+            await self._settle(row.group_id)
 
     async def _settle(self, group_id: str) -> None:
-        if any(e.is_live for e in await self._call(self._ledger.episodes_of, group_id)) or group_id in self._settled:
-            return
-        # Two siblings may end in the same moment: the first settles the group.
-        self._settled.add(group_id)
-        try:
-            state = await self._call(self._ledger.settle_group, group_id, time.time())
-        except IllegalTransition as race:
-            # A sibling settled it first, or the sweep dropped it.
-            log.info("%s", race)
-            return
-        self._forget(group_id)
+        """Settle the group once nothing in it is live; siblings that end in the same moment all ask, the first one does it."""
+
+        def settle() -> GroupState | None:
+            is_open = self._ledger.group(group_id).state == GroupState.OPEN
+            if not is_open or any(e.is_live for e in self._ledger.episodes_of(group_id)):
+                return None
+            return self._ledger.settle_group(group_id, time.time())
+
+        state = await self._call(settle)
+        if state is not None:
+            self._forget(group_id)
         if state == GroupState.DROPPED:
             log.warning("group %s is dropped: fewer than half of its episodes are valid", group_id)
 
@@ -318,12 +329,10 @@ class Dispatcher:
             self._idle_s += elapsed_s * max(0, self._concurrency.limit - len(self._running)) / self._concurrency.limit
 
     async def _cancel_all(self, reason: CancelReason) -> None:
-        tasks = []
         for running in list(self._running.values()):
             running.cancel(reason)
-            tasks.append(running.task)
-        if tasks:
-            await asyncio.wait(tasks, timeout=10.0)
+        if self._endings:
+            await asyncio.wait(list(self._endings), timeout=10.0)
 
     async def _call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._disk, lambda: function(*args, **kwargs))

@@ -45,6 +45,7 @@ def open_family(name: str) -> TaskFamily:
     known: dict[str, type[TaskFamily]] = {"repo": RepoFamily}
     if name not in known:
         raise ValueError(
-            f"there is no task family {name!r}; known: {', '.join(sorted(known))}. Set `tasks.family` to one of them or to package.module:Class"
+            f"there is no task family {name!r}; known: {', '.join(sorted(known))}. "
+            "Set `tasks.family` to one of them, or to your own as package.module:Class"
         )
     return known[name]()

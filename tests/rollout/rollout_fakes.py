@@ -16,7 +16,7 @@ from rollmill.rollout.episode import Finished
 from rollmill.tasks import TaskSource, open_family
 from rollmill.telemetry import Metrics, Waits
 
-DEADLINE_S = 60.0
+DEADLINE_S = 30.0
 
 
 def config_of(run_dir: Path, *, steps: int = 3, mode: str = "async", **rollout: object) -> RunConfig:
@@ -139,20 +139,22 @@ class World:
         return Dispatcher(self.config, self.ledger, source, self.runner, self.gateway, metrics, Waits(), lambda: self.stop)  # type: ignore[arg-type]
 
     async def play(self, also: Callable[[World], Awaitable[None]] | None = None) -> None:
-        """Run dispatcher and trainer together to the end, under a deadline."""
-        trainer = asyncio.create_task(self.trainer.work())
-        other = asyncio.create_task(also(self)) if also is not None else None  # type: ignore[arg-type]
+        """Run dispatcher and trainer together to the end, under a deadline; whoever breaks first is raised."""
+        roles = [asyncio.create_task(self.dispatcher().run()), asyncio.create_task(self.trainer.work())]
+        if also is not None:
+            roles.append(asyncio.create_task(also(self)))  # type: ignore[arg-type]
         try:
             async with asyncio.timeout(DEADLINE_S):
-                await self.dispatcher().run()
-                if other is not None:
-                    await other
-                if not self.stop:
-                    await trainer
+                # A dispatcher that was told to stop leaves the trainer waiting for groups, as it should.
+                waiting = set(roles)
+                while waiting and not (self.stop and roles[0].done()):
+                    done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                    for role in done:
+                        role.result()
         finally:
-            trainer.cancel()
-            if other is not None:
-                other.cancel()
+            for role in roles:
+                role.cancel()
+            await asyncio.wait(roles)
 
     def close(self) -> None:
         self.ledger.close()

@@ -52,8 +52,8 @@ def test_trainer_learns_publishes_and_commits(tmp_path: Path) -> None:
         progress = ledger.progress()
         assert (progress.num_trained, progress.num_steps_committed, progress.num_dropped) == (6, 3, 0)
         assert ledger.audit() == []
-        # Two of three batches had something to teach: the first version and one for each of them.
-        assert [row.step for row in ledger.versions()] == [0, 0, 1]
+        # The initial weights, and one version for each of the two batches that had something to teach; `step` counts steps taken.
+        assert [(row.version, row.step) for row in ledger.versions()] == [(0, 0), (1, 1), (2, 2)]
         head = ledger.head_checkpoint()
         assert head is not None and (head.step, head.version) == (2, ledger.versions()[-1].version)
     rows = [r for r in read_metrics(tmp_path, "trainer") if "reward/mean" in r]
