@@ -50,6 +50,8 @@ class RolloutSection(Section):
     temperature: float = Field(1.0, gt=0)
     max_turns: int = Field(8, ge=1)
     """Model turns per episode."""
+    max_bad_calls: int = Field(3, ge=1)
+    """Replies that are no valid tool call after which an episode ends."""
     max_tokens_per_turn: int = Field(128, ge=1)
     episode_s: float = Field(120.0, gt=0)
     """An episode older than this is cancelled and tried again."""
@@ -71,6 +73,9 @@ class TrainerSection(Section):
     """The learning rate falls evenly to this share of `lr` at the last step; 1 keeps it constant."""
     adam_eps: float = Field(1e-15, gt=0)
     """AdamW's floor. Near the usual gradient of one weight it keeps weights that carry no signal from wandering."""
+    train_embeddings: bool = True
+    """Whether embedding and output head learn too. A small batch touches few of their rows, and AdamW moves a row that is
+    seen once almost as far as one that is seen always."""
     clip_norm: float = Field(1.0, gt=0)
     """The gradient's global norm is cut here. Set it near the usual norm, so that one wild batch moves little."""
     max_staleness: int = Field(4, ge=0)

@@ -83,6 +83,10 @@ class StopReason(StrEnum):
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
     """The episode's token budget or the model's context is used up."""
+    BAD_CALLS = "bad_calls"
+    """Too many replies that are no valid tool call."""
+    TIME_OUT = "time_out"
+    """The agent's tools used up the episode's time. Its own doing, so it is graded; a slow machine of ours is not."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,7 +187,11 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
         if not (len(self.tokens) == len(self.logprobs) == len(self.versions) == 4 * n):
             sizes = f"{len(self.tokens)}, {len(self.logprobs)}, {len(self.versions)} bytes"
             raise ValueError(f"window arrays disagree on their length: {sizes} for {n} tokens")
+        if n and int(self.tokens_T.min()) < 0:
+            raise ValueError(f"a window holds the token id {int(self.tokens_T.min())}")
         mask = self.sampled_T != 0
+        if n and mask[0]:
+            raise ValueError("a window starts with a sampled token, which nothing could have predicted")
         if mask.any() and int(self.versions_T[mask].min()) < 0:
             raise ValueError("a sampled token carries no weight version")
 

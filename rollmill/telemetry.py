@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import re
 import threading
 import time
@@ -100,7 +101,8 @@ class Metrics:
                 self._gauges[key] = Gauge(key, name, registry=self._registry)
             self._gauges[key].set(value)
         try:
-            self._file.write(json.dumps({"t": round(time.time(), 3), "step": step, **values}) + "\n")
+            finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+            self._file.write(json.dumps({"t": round(time.time(), 3), "step": step, **finite}) + "\n")
         except OSError:
             self.num_lost += 1
 

@@ -15,17 +15,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rollmill.bench.report import Row, result, say
 from rollmill.config import RunConfig, dump_config, load_config
 from rollmill.engine.run import run_engine
 from rollmill.fleet.summary import summarise
 from rollmill.gateway import Gateway
-from rollmill.harness import Limits
 from rollmill.ledger import Ledger
 from rollmill.model import Tokenizer
 from rollmill.records import Role
 from rollmill.rollout.episode import EpisodeRunner
 from rollmill.rollout.evaluation import evaluate
+from rollmill.rollout.role import limits_of
 from rollmill.sandbox import open_backend
 from rollmill.tasks import TaskSource, open_family
 from rollmill.telemetry import Waits
@@ -132,7 +134,7 @@ async def success_of(config: RunConfig, run_dir: Path, version: int, num_heldout
     waits = Waits()
     gateway, sandboxes = Gateway(Tokenizer(config.model.path), lambda: [url], waits), open_backend(config.rollout.sandbox)
     r, family = config.rollout, open_family(config.tasks.family)
-    limits = Limits(max_turns=r.max_turns, max_tokens_per_turn=r.max_tokens_per_turn, max_context=config.engine.max_len, tool_s=r.tool_s)
+    limits = msgspec.structs.replace(limits_of(config), tool_latency_s=(0.0, 0.0))
     source = TaskSource(family, split="heldout", seed=config.run.seed, kinds=config.tasks.kinds, levels=config.tasks.levels)
     try:
         with Ledger.create_or_open(run_dir / "after", Role.ROLLOUT) as ledger:

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import logging
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from rollmill.weights import SnapshotStore
 
 log = logging.getLogger(__name__)
 GRACEFUL_S = 5
+SWITCH_S = 2e-4
 
 
 class _Server(uvicorn.Server):
@@ -73,6 +75,9 @@ async def run_engine(
     With a store nothing is generated before the store's newest version runs here and is proved; without one the
     directory's own weights are served as version 0.
     """
+    # The compute thread gives up the interpreter lock at every tensor operation; with the default of 5 ms the server thread
+    # keeps it for half of each decode step.
+    sys.setswitchinterval(SWITCH_S)
     with contextlib.closing(bind(host, port)) as sock:
         loop, bound_port = asyncio.get_running_loop(), sock.getsockname()[1]
 

@@ -27,6 +27,7 @@ EXIT_DONE, EXIT_FIX, EXIT_STOPPED = 0, 2, 75
 PARENT_ENV = "ROLLMILL_SUPERVISOR_PID"
 ROLES = (Role.TRAINER, Role.ENGINE, Role.ROLLOUT)
 PR_SET_PDEATHSIG = 1
+STREAM_S = 2.0
 
 log = logging.getLogger("rollmill.role")
 
@@ -104,25 +105,50 @@ def _engine(config: RunConfig, index: int, should_stop: Callable[[], bool]) -> N
 
     e, run_dir = config.engine, config.run.dir
 
-    def ready(port: int) -> None:
-        announce(run_dir, f"engine-{index}", {"url": f"http://{e.host}:{port}"})
-
     async def serve() -> None:
-        task = asyncio.create_task(
-            run_engine(
-                config.model.path,
-                store=DirectoryStore(run_dir / "weights"),
-                host=e.host,
-                port=e.port + index if e.port else 0,
-                num_threads=e.num_threads,
-                num_slots=e.num_slots,
-                max_len=e.max_len,
-                on_ready=ready,
-            )
+        loop = asyncio.get_running_loop()
+        streams: list[asyncio.Task[None]] = []
+
+        def ready(port: int) -> None:
+            url = f"http://{e.host}:{port}"
+            announce(run_dir, f"engine-{index}", {"url": url})
+            streams.append(loop.create_task(_stream_pressure(url, Metrics(run_dir, f"engine-{index}"))))
+
+        await run_engine(
+            config.model.path,
+            store=DirectoryStore(run_dir / "weights"),
+            host=e.host,
+            port=e.port + index if e.port else 0,
+            num_threads=e.num_threads,
+            num_slots=e.num_slots,
+            max_len=e.max_len,
+            on_ready=ready,
         )
-        await task
 
     asyncio.run(serve())
+
+
+async def _stream_pressure(url: str, metrics: Metrics) -> None:
+    """The engine's own JSONL stream; Prometheus text with all its counters is on its port."""
+    from rollmill.engine.client import EngineClient, EngineUnavailable
+
+    async with EngineClient(url) as client:
+        while True:
+            await asyncio.sleep(STREAM_S)
+            try:
+                now = await client.pressure()
+            except EngineUnavailable:
+                continue
+            metrics.write(
+                {
+                    "engine/tokens_per_s": now.tokens_per_s,
+                    "engine/num_running": now.running,
+                    "engine/num_waiting": now.waiting,
+                    "engine/kv_used_frac": now.kv_used_frac,
+                    "engine/version": now.version,
+                },
+                step=max(0, now.version),
+            )
 
 
 _BODIES: dict[Role, Callable[[RunConfig, int, Callable[[], bool]], None]] = {

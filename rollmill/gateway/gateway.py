@@ -63,7 +63,9 @@ class Gateway:
         raise RunFailure(Boundary.MODEL, f"no answer before the deadline; the last problem was: {last}")
 
     async def pressures(self) -> list[Pressure]:
-        """How busy the replicas are; those that do not answer are left out."""
+        """How busy the replicas are; those that do not answer are left out. Replicas that left are forgotten here."""
+        for url in set(self._clients) - set(self._replicas()):
+            await self._clients.pop(url).aclose()
         found = await asyncio.gather(*(self._client(url).pressure() for url in self._replicas()), return_exceptions=True)
         return [p for p in found if isinstance(p, Pressure)]
 

@@ -65,6 +65,7 @@ class Session:
         ContextFull when the prompt would reach `max_context` tokens, counted as the replica counts them.
         """
         tokenizer = self._gateway.tokenizer
+        new = [{**m, "content": tokenizer.neutral(m["content"])} if isinstance(m.get("content"), str) else m for m in new]
         if not self._tokens:
             context = tokenizer.encode(tokenizer.render(new))
         else:

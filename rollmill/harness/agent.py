@@ -24,6 +24,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_context: int
     """Tokens of context, the replica's limit."""
     tool_s: float
+    max_bad_calls: int = 3
+    """Replies that are no valid tool call after which the episode ends."""
+    tools_s: float = 60.0
+    """Seconds that all tool calls of an episode may take together."""
     max_result_chars: int = 2000
     """A longer tool result is cut in the middle."""
     tool_latency_s: tuple[float, float] = (0.0, 0.0)
@@ -38,6 +42,7 @@ class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
 async def run_agent(task: Task, box: Sandbox, session: Session, limits: Limits, *, deadline: float, rng: random.Random) -> AgentRun:
     """Play one episode. Whatever the policy does ends in a StopReason; only our own machinery raises."""
     timing = {"model": 0.0, "tool": 0.0}
+    num_bad = 0
     new: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task.instruction}]
     for _ in range(limits.max_turns):
         started = time.monotonic()
@@ -51,21 +56,26 @@ async def run_agent(task: Task, box: Sandbox, session: Session, limits: Limits, 
         timing["model"] += time.monotonic() - started
         if not reply.is_complete:
             return AgentRun(stop=StopReason.MAX_TOKENS, timing_s=timing)
-        started = time.monotonic()
         new = []
         try:
             calls = parse_calls(reply.text, task.tools)
         except CallError as error:
+            num_bad += 1
+            if num_bad >= limits.max_bad_calls:
+                return AgentRun(stop=StopReason.BAD_CALLS, timing_s=timing)
             new.append({"role": "tool", "content": str(error)})
             continue
         for call in calls:
             if call.name == "submit":
                 return AgentRun(stop=StopReason.SUBMITTED, timing_s=timing)
+            started = time.monotonic()
             if limits.tool_latency_s[1] > 0:
                 # A real process in the box really takes this long, as a slow build or test suite would.
                 slow_s = rng.uniform(*limits.tool_latency_s)
                 await box.exec(["sleep", f"{slow_s:.3f}"], timeout_s=slow_s + limits.tool_s)
             result = await run_tool(call, box, timeout_s=limits.tool_s, max_chars=limits.max_result_chars)
             new.append({"role": "tool", "content": result})
-        timing["tool"] += time.monotonic() - started
+            timing["tool"] += time.monotonic() - started
+            if timing["tool"] > limits.tools_s:
+                return AgentRun(stop=StopReason.TIME_OUT, timing_s=timing)
     return AgentRun(stop=StopReason.MAX_TURNS, timing_s=timing)

@@ -37,8 +37,16 @@ class Tokenizer:
         env.globals["raise_exception"] = _refuse
         self._template = env.from_string(template) if template else None
         self.vocab_size = self._tok.get_vocab_size()
+        self._markers = [str(t) for t in self._tok.get_added_tokens_decoder().values() if len(str(t)) > 1]
         stops = {self._specials["eos_token"], *raw.get("stop_tokens", [])}
         self.stop_ids = frozenset(i for i in (self._tok.token_to_id(s) for s in stops if s) if i is not None)
+
+    def neutral(self, text: str) -> str:
+        """Foreign text with the model's control tokens broken up, so that a file or a tool cannot forge a turn."""
+        for marker in self._markers:
+            if marker in text:
+                text = text.replace(marker, f"{marker[0]} {marker[1:]}")
+        return text
 
     def encode(self, text: str) -> list[int]:
         """Token ids; special tokens written out in the text become themselves."""

@@ -31,9 +31,14 @@ log = logging.getLogger("rollmill.rollout")
 TICK_S = 0.05
 OBSERVE_S = 0.5
 REPORT_S = 2.0
+MAX_DROPPED_IN_A_ROW = 8
 GRACE_S = 5.0
 """Beyond an episode's own deadline, so that whoever runs out of time inside it can say so first."""
 T = TypeVar("T")
+
+
+class EverythingFails(ValueError):
+    """Episodes fail faster than they finish: going on would only burn tasks."""
 
 
 class _Running(msgspec.Struct, kw_only=True):
@@ -76,6 +81,8 @@ class Dispatcher:
         self._served_version = -1
         self._idle_s = self._gated_s = self._clock_s = 0.0
         self._num_done = 0
+        self._num_dropped_in_a_row = 0
+        self._last_failure = "none recorded"
         self._ended = asyncio.Event()
         self._endings: set[asyncio.Task[None]] = set()
         self._errors: list[BaseException] = []
@@ -189,6 +196,7 @@ class Dispatcher:
         elif isinstance(error, RunFailure):
             boundary, message = error.boundary, error.message
             log.warning("episode %s failed at %s: %s", row.episode_id, boundary, message)
+            self._last_failure = f"{boundary}: {message}"
             await self._end(row, lambda now: self._ledger.fail_episode(row.episode_id, boundary, message, now), is_failure=True)
         else:
             await self._finish(row, play.result())
@@ -253,6 +261,14 @@ class Dispatcher:
             self._forget(group_id)
         if state == GroupState.DROPPED:
             log.warning("group %s is dropped: fewer than half of its episodes are valid", group_id)
+            self._num_dropped_in_a_row += 1
+        elif state == GroupState.READY:
+            self._num_dropped_in_a_row = 0
+        if self._num_dropped_in_a_row >= MAX_DROPPED_IN_A_ROW:
+            raise EverythingFails(
+                f"the last {self._num_dropped_in_a_row} groups gave too few graded episodes to learn from; the last failure was: "
+                f"{self._last_failure}. Nothing was trained on them. Mend the cause and go on with --resume"
+            )
 
     def _forget(self, group_id: str) -> None:
         self._tasks.pop(group_id, None)

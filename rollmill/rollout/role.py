@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from rollmill.config import RunConfig
 from rollmill.gateway import Gateway
 from rollmill.harness import Limits
@@ -27,13 +29,7 @@ async def run_rollout(
     family, r = open_family(config.tasks.family), config.rollout
     sandboxes = open_backend(r.sandbox)
     gateway = Gateway(Tokenizer(config.model.path), replicas, waits)
-    limits = Limits(
-        max_turns=r.max_turns,
-        max_tokens_per_turn=r.max_tokens_per_turn,
-        max_context=config.engine.max_len,
-        tool_s=r.tool_s,
-        tool_latency_s=r.tool_latency_s,
-    )
+    limits = limits_of(config)
     runner = EpisodeRunner(family, gateway, sandboxes, limits, waits)
     kinds, levels, seed = config.tasks.kinds, config.tasks.levels, config.run.seed
     train = TaskSource(family, split="train", seed=seed, kinds=kinds, levels=levels)
@@ -70,10 +66,23 @@ async def run_rollout(
         await sandboxes.close()
 
 
-def _without_latency(limits: Limits) -> Limits:
+def limits_of(config: RunConfig) -> Limits:
+    """The budget of one episode in this run."""
+    r = config.rollout
     return Limits(
-        max_turns=limits.max_turns, max_tokens_per_turn=limits.max_tokens_per_turn, max_context=limits.max_context, tool_s=limits.tool_s
+        max_turns=r.max_turns,
+        max_tokens_per_turn=r.max_tokens_per_turn,
+        max_context=config.engine.max_len,
+        tool_s=r.tool_s,
+        max_bad_calls=r.max_bad_calls,
+        # Half of the episode's time at most: what is left must be enough for the model to answer.
+        tools_s=r.episode_s / 2,
+        tool_latency_s=r.tool_latency_s,
     )
+
+
+def _without_latency(limits: Limits) -> Limits:
+    return msgspec.structs.replace(limits, tool_latency_s=(0.0, 0.0))
 
 
 async def _first_version(ledger: Ledger, waits: Waits, should_stop: Callable[[], bool]) -> int | None:

@@ -39,6 +39,7 @@ class TrainerLoop:
         t = config.trainer
         torch.set_num_threads(t.num_threads)
         model, _ = load_model(config.model.path)
+        model.train_embeddings(t.train_embeddings)
         self._optimizer = MasterAdamW(model, lr=t.lr, warmup_steps=t.warmup_steps, clip_norm=t.clip_norm, eps=t.adam_eps)
         self._model = model
         self._learner = Learner(
@@ -218,6 +219,8 @@ class TrainerLoop:
             trace = msgspec.msgpack.decode(self._ledger.blobs.get(blob), type=Trace)
             for window in trace.windows:
                 window.check()
+                if int(window.tokens_T.max(initial=0)) >= self._model.config.vocab_size:
+                    raise ValueError(f"{trace.episode_id} holds a token id beyond the model's {self._model.config.vocab_size}")
             return trace
 
         return load
