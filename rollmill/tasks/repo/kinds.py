@@ -2,7 +2,7 @@
 
 A kind gives a `Problem`: its world, what a finished world must look like, and two ways of playing it, an expert's and a
 novice's, written as tool calls with the results the real tools would give. A test runs them through the real tools.
-Difficulty `level` sets how much there is to handle: files, functions, lines.
+Difficulty `level` sets how much there is to handle: files, functions, lines, and from level 2 on more operations.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ OPERATIONS: dict[str, tuple[str, Callable[[int, int], int]]] = {
 def fix(rng: random.Random, level: int) -> Problem:
     """Mend a function that computes the wrong thing; judged by hidden calls."""
     module, name, *others = draw(rng, 1 + level)
-    (wanted, (right, compute)), (_, (wrong, _)), *spare = rng.sample(list(OPERATIONS.items()), 2 + len(others))
+    wanted = rng.choice(list(OPERATIONS)[: 3 if level == 1 else None])
+    right, compute = OPERATIONS[wanted]
+    (_, (wrong, _)), *spare = rng.sample([o for o in OPERATIONS.items() if o[0] != wanted], 1 + len(others))
     functions = [(name, wrong), *((o, s[1][0]) for o, s in zip(others, spare, strict=True))]
     rng.shuffle(functions)
     path = f"{module}.py"
@@ -108,7 +110,8 @@ def aggregate(rng: random.Random, level: int) -> Problem:
     *sources, target = draw(rng, 2 + level)
     paths, out = [f"{s}.txt" for s in sources], f"{target}.txt"
     numbers = {p: [rng.randint(1, 99) for _ in range(rng.randint(2, 2 + 2 * level))] for p in paths}
-    wanted, (command, combine) = rng.choice(list(AGGREGATES.items()))
+    wanted = rng.choice(list(AGGREGATES)[: 2 if level == 1 else None])
+    command, combine = AGGREGATES[wanted]
     answer = combine([n for p in paths for n in numbers[p]])
     files = {p: "".join(f"{n}\n" for n in ns) for p, ns in numbers.items()}
     do = bash(command.format(f=" ".join(paths), o=out))
