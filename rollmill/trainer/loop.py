@@ -19,7 +19,7 @@ from rollmill.ledger import CheckpointRow, CorruptBlob, GroupRow, IllegalTransit
 from rollmill.model import load_model
 from rollmill.records import BlobRef, DropReason, EpisodeState, GroupState, Trace
 from rollmill.telemetry import Metrics, Waits
-from rollmill.trainer.batch import Attempt, make_batch
+from rollmill.trainer.batch import Attempt, StepBatch, make_batch
 from rollmill.trainer.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from rollmill.trainer.learn import Learner
 from rollmill.trainer.loss import LossConfig
@@ -146,7 +146,7 @@ class TrainerLoop:
         groups = [self._attempts(row) for row in rows]
         batch = make_batch([g for g in groups if g])
         loaded_s = time.monotonic() - started
-        metrics, is_changed = self._learner.step(batch, version=self.version, lr_scale=self._lr_scale())
+        metrics, is_changed = self._learner.step(batch, version=self.version, lr_scale=self._lr_scale(batch))
         learnt_s = time.monotonic() - started - loaded_s
         used_version, blocked_s = self.version, self._publisher.stats().blocked_s
         is_last = self.step + 1 == self._config.run.steps
@@ -187,9 +187,12 @@ class TrainerLoop:
         )
         self.step += 1
 
-    def _lr_scale(self) -> float:
-        share = self.step / max(1, self._config.run.steps - 1)
-        return 1.0 - (1.0 - self._config.trainer.lr_final_frac) * share
+    def _lr_scale(self, batch: StepBatch) -> float:
+        """The schedule, times the share of groups that teach something: AdamW divides the gradient's size out, so without
+        this a batch with one telling group would move the weights as far as one with eight."""
+        done = self.step / max(1, self._config.run.steps - 1)
+        telling = 1.0 - batch.num_groups_without_signal / max(1, batch.num_groups)
+        return (1.0 - (1.0 - self._config.trainer.lr_final_frac) * done) * telling
 
     def _commit(self) -> None:
         path, digest = save_checkpoint(self._ledger.run_dir, step=self.step, optimizer=self._optimizer)
