@@ -23,6 +23,7 @@ token = st.tuples(
 
 
 def window(rows: list[tuple[int, int, float, int]]) -> Window:
+    """The first token of a window is never a sampled one."""
     return Window.of(
         tokens=[r[0] for r in rows],
         sampled=[r[1] for r in rows],
@@ -33,6 +34,7 @@ def window(rows: list[tuple[int, int, float, int]]) -> Window:
 
 @given(st.lists(st.lists(token, max_size=20), max_size=4))
 def test_trace_survives_the_wire_bit_for_bit(rows: list[list[tuple[int, int, float, int]]]) -> None:
+    rows = [[(r[0][0], 0, r[0][2], r[0][3]), *r[1:]] if r else r for r in rows]
     trace = Trace(episode_id="g000000.0.0", windows=tuple(window(r) for r in rows), stop=StopReason.SUBMITTED)
     back = msgspec.msgpack.decode(encode(trace), type=Trace)
     assert back == trace
@@ -64,3 +66,10 @@ def test_failure_names_its_boundary() -> None:
 
 def test_examples_in_the_docstrings_hold() -> None:
     assert doctest.testmod(records).failed == 0
+
+
+def test_window_refuses_a_sampled_first_token_and_negative_ids() -> None:
+    with pytest.raises(ValueError, match="starts with a sampled token"):
+        Window.of(tokens=[1, 2], sampled=[1, 1], logprobs=[-0.1, -0.5], versions=[3, 3]).check()
+    with pytest.raises(ValueError, match="token id -4"):
+        Window.of(tokens=[1, -4], sampled=[0, 1], logprobs=[0.0, -0.5], versions=[-1, 3]).check()

@@ -61,9 +61,9 @@ class TextStream:
         full, count = self._decoder.decode(self._ids[self._start :]), len(self._ids)
         if not full.endswith("\ufffd"):
             return count
-        # A cut inside an earlier character shows: its first half decodes to something the whole does not start with.
+        # A cut inside an earlier character shows: its two halves, decoded apart, are not the whole.
         for end in range(max(count - _MAX_PARTIAL_TOKENS, self._read), count):
-            if full.startswith(self._decoder.decode(self._ids[self._start : end])):
+            if full == self._decoder.decode(self._ids[self._start : end]) + self._decoder.decode(self._ids[end:]):
                 return end
         return self._read
 

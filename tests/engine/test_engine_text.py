@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollmill.engine.text import TextStream, ToolCall, ToolGate, split_tool_calls
@@ -35,6 +35,7 @@ def test_streamed_pieces_join_to_the_whole_text_and_never_split_a_character(text
     assert "".join(out) == text == stream.text
 
 
+@example(data=[b"\xff"] * 4 + ["\u20ac".encode(), b"\xf0\x9f", b"\x94", b"\xff", b"\xff"], cuts=[11])
 @settings(max_examples=300, deadline=None)
 @given(
     data=st.lists(st.sampled_from([b"\xff", b"\xd1", b"\x94", "\u20ac".encode(), b"a", b"\xf0\x9f", b"\x98"]), max_size=14),

@@ -90,7 +90,7 @@ def test_turns_are_counted() -> None:
 
 
 def test_invalid_call_is_told_and_costs_a_turn() -> None:
-    limits = Limits(max_turns=4, max_tokens_per_turn=16, max_context=1000, tool_s=1.0)
+    limits = Limits(max_turns=4, max_tokens_per_turn=16, max_context=1000, tool_s=1.0, max_bad_calls=4)
     session = FakeSession("hm", call("fly"), call("bash"), call("submit"))
     assert play(session, limits=limits).stop is StopReason.SUBMITTED
     told = [new[0]["content"] for new in session.heard[1:]]
@@ -142,3 +142,13 @@ def test_tool_outside_the_tasks_list_is_refused() -> None:
     session = FakeSession(call("bash", command="x"), call("submit"))
     assert play(session, box, limits, task).stop is StopReason.SUBMITTED
     assert box.commands == [] and session.heard[1][0]["content"] == "error: unknown tool 'bash'; tools: read, submit"
+
+
+def test_too_many_invalid_calls_end_the_episode_with_a_grade() -> None:
+    limits = Limits(max_turns=9, max_tokens_per_turn=16, max_context=1000, tool_s=1.0, max_bad_calls=2)
+    assert play(FakeSession("hm", "hm", call("submit")), limits=limits).stop is StopReason.BAD_CALLS
+
+
+def test_tools_that_use_up_the_time_end_the_episode_with_a_grade() -> None:
+    limits = Limits(max_turns=9, max_tokens_per_turn=16, max_context=1000, tool_s=1.0, tools_s=0.0)
+    assert play(FakeSession(call("bash", command="true"), call("submit")), limits=limits).stop is StopReason.TIME_OUT
