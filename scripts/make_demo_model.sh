@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes models/demo again: tokenizer and weights, mid-training on generated text, SFT on a mixture of expert and novice traces.
-# A minute or two on a GPU (DEVICE=cuda), about an hour on two CPU cores.
+# 330 million tokens: under ten minutes with one GPU (DEVICE=cuda), about seven hours on two CPU cores.
 set -euo pipefail
 PYTHON=${PYTHON:-.venv/bin/python}; DEVICE=${DEVICE:-cpu}; OUT=${OUT:-models/demo}; BUILD=${BUILD:-build/demo-model}
 MID_STEPS=${MID_STEPS:-1000}; SFT_STEPS=${SFT_STEPS:-9000}; EXPERT=${EXPERT:-0.44}; LR=${LR:-2e-3}
