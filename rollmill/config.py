@@ -73,9 +73,6 @@ class TrainerSection(Section):
     """The learning rate falls evenly to this share of `lr` at the last step; 1 keeps it constant."""
     adam_eps: float = Field(1e-15, gt=0)
     """AdamW's floor. Near the usual gradient of one weight it keeps weights that carry no signal from wandering."""
-    train_embeddings: bool = True
-    """Whether embedding and output head learn too. A small batch touches few of their rows, and AdamW moves a row that is
-    seen once almost as far as one that is seen always."""
     clip_norm: float = Field(1.0, gt=0)
     """The gradient's global norm is cut here. Set it near the usual norm, so that one wild batch moves little."""
     max_staleness: int = Field(4, ge=0)

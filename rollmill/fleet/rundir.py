@@ -69,7 +69,7 @@ def _check_model(config: RunConfig, run_dir: Path, *, resume: bool) -> None:
     """Remember which model a run began with; refuse to go on with another one under the same path."""
     names = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     files = [config.model.path / n for n in names if (config.model.path / n).is_file()] + sorted(config.model.path.glob("*.safetensors"))
-    now = {file.name: blake3(file.read_bytes()).hexdigest() for file in files}
+    now = {file.name: blake3().update_mmap(file).hexdigest() for file in files}
     record = run_dir / "model.json"
     before = json.loads(record.read_text()) if resume and record.is_file() else now
     for name in sorted({*before, *now}):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollmill.config import ConfigError, RunConfig
-from rollmill.model import Tokenizer, load_model
+from rollmill.model import Tokenizer, check_model
 from rollmill.sandbox import open_backend
 from rollmill.sandbox.namespace import NamespaceBackend
 from rollmill.tasks import TaskSource, open_family
@@ -11,7 +11,7 @@ from rollmill.tasks import TaskSource, open_family
 
 def check_inputs(config: RunConfig) -> None:
     """Raise ValueError, saying what to change, when this run could not work."""
-    _, model = load_model(config.model.path)
+    model = check_model(config.model.path)
     tokenizer = Tokenizer(config.model.path)
     if tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(f"{config.model.path}: the tokenizer knows {tokenizer.vocab_size} tokens, the model only {model.vocab_size}")

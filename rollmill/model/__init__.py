@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollmill.model.attention import Attention, PackedAttention
-    from rollmill.model.checkpoint import CheckpointError, load_model, read_model_config, save_model
+    from rollmill.model.checkpoint import CheckpointError, check_model, load_model, read_model_config, save_model
     from rollmill.model.config import ModelConfig
     from rollmill.model.tokenizer import Tokenizer
     from rollmill.model.transformer import Model
@@ -22,6 +22,7 @@ __all__ = [
     "ModelConfig",
     "PackedAttention",
     "Tokenizer",
+    "check_model",
     "load_model",
     "read_model_config",
     "save_model",
@@ -34,6 +35,7 @@ _HOME = {
     "ModelConfig": "config",
     "PackedAttention": "attention",
     "Tokenizer": "tokenizer",
+    "check_model": "checkpoint",
     "load_model": "checkpoint",
     "read_model_config": "checkpoint",
     "save_model": "checkpoint",

@@ -52,6 +52,25 @@ def load_model(path: Path, *, device: str = "cpu", compute_dtype: torch.dtype = 
     return model, config
 
 
+def check_model(path: Path) -> ModelConfig:
+    """Refuse what `load_model` would refuse, from the files' headers alone: a big model is not loaded to be looked at."""
+    config = read_model_config(path)
+    with torch.device("meta"):
+        wanted = {name: list(live.shape) for name, live in Model(config).named_slices()}
+    found: dict[str, list[int]] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as shard:
+                found |= {name: shard.get_slice(name).get_shape() for name in shard.keys()}  # noqa: SIM118 (not a dict)
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} is damaged: {error}; fetch or make it again") from error
+    for name, shape in wanted.items():
+        if found.get(name) != shape:
+            has = f"has it with shape {found[name]}" if name in found else "lacks it"
+            raise CheckpointError(f"{path / 'config.json'} asks for {name!r} of shape {shape}, the weights beside it {has}")
+    return config
+
+
 def save_model(model: Model, path: Path) -> None:
     """Write weights and config; tokenizer files are the caller's to copy."""
     path.mkdir(parents=True, exist_ok=True)

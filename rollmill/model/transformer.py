@@ -125,12 +125,6 @@ class Model(nn.Module):
             std = 0.02 / (2 * self.config.num_layers) ** 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
             live.copy_((torch.randn(live.shape, generator=gen) * std).to(self.serving_dtype))
 
-    def train_embeddings(self, is_trained: bool) -> None:
-        """Let the embedding and the output head learn, or hold them fixed."""
-        for parameter in (self.embed, self.head):
-            if parameter is not None:
-                parameter.requires_grad_(is_trained)
-
     @property
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters())

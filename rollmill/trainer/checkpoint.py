@@ -36,7 +36,7 @@ def save_checkpoint(run_dir: Path, *, step: int, optimizer: MasterAdamW) -> tupl
     for i, slot in state["adam"]["state"].items():
         tensors |= {f"adam.{i}.{key}": value for key, value in slot.items()}
     save_file(tensors, work / "state.safetensors")
-    digest = blake3((work / "state.safetensors").read_bytes()).hexdigest()
+    digest = blake3().update_mmap(work / "state.safetensors").hexdigest()
     manifest = json.dumps({"schema": CHECKPOINT_SCHEMA, "step": step, "num_steps": state["num_steps"], "state": digest}).encode()
     (work / "manifest.json").write_bytes(manifest)
     for file in (work / "state.safetensors", work / "manifest.json", work):
@@ -53,7 +53,7 @@ def load_checkpoint(run_dir: Path, path: str, digest: str, optimizer: MasterAdam
     hint = "restore it from a copy, or start again in a new run.dir"
     try:
         manifest = (folder / "manifest.json").read_bytes()
-        body = (folder / "state.safetensors").read_bytes()
+        body = blake3().update_mmap(folder / "state.safetensors").hexdigest()
     except OSError as error:
         raise CheckpointDamaged(f"the ledger's checkpoint {folder} cannot be read: {error}; {hint}") from error
     if blake3(manifest).hexdigest() != digest:
@@ -61,7 +61,7 @@ def load_checkpoint(run_dir: Path, path: str, digest: str, optimizer: MasterAdam
     facts = json.loads(manifest)
     if facts["schema"] != CHECKPOINT_SCHEMA:
         raise CheckpointDamaged(f"{folder} has schema {facts['schema']}, this version reads {CHECKPOINT_SCHEMA}")
-    if blake3(body).hexdigest() != facts["state"]:
+    if body != facts["state"]:
         raise CheckpointDamaged(f"{folder}/state.safetensors is altered or torn; {hint}")
     try:
         tensors = load_file(folder / "state.safetensors")

@@ -39,7 +39,6 @@ class TrainerLoop:
         t = config.trainer
         torch.set_num_threads(t.num_threads)
         model, _ = load_model(config.model.path)
-        model.train_embeddings(t.train_embeddings)
         self._optimizer = MasterAdamW(model, lr=t.lr, warmup_steps=t.warmup_steps, clip_norm=t.clip_norm, eps=t.adam_eps)
         self._model = model
         self._learner = Learner(
