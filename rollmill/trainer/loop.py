@@ -145,7 +145,8 @@ class TrainerLoop:
         groups = [self._attempts(row) for row in rows]
         batch = make_batch([g for g in groups if g])
         loaded_s = time.monotonic() - started
-        metrics, is_changed = self._learner.step(batch, version=self.version, lr_scale=self._lr_scale(batch))
+        scale = lr_scale(batch, step=self.step, num_steps=self._config.run.steps, final_frac=self._config.trainer.lr_final_frac)
+        metrics, is_changed = self._learner.step(batch, version=self.version, lr_scale=scale)
         learnt_s = time.monotonic() - started - loaded_s
         used_version, blocked_s = self.version, self._publisher.stats().blocked_s
         is_last = self.step + 1 == self._config.run.steps
@@ -186,13 +187,6 @@ class TrainerLoop:
         )
         self.step += 1
 
-    def _lr_scale(self, batch: StepBatch) -> float:
-        """The schedule, times the share of groups that teach something: AdamW divides the gradient's size out, so without
-        this a batch with one telling group would move the weights as far as one with eight."""
-        done = self.step / max(1, self._config.run.steps - 1)
-        telling = 1.0 - batch.num_groups_without_signal / max(1, batch.num_groups)
-        return (1.0 - (1.0 - self._config.trainer.lr_final_frac) * done) * telling
-
     def _commit(self) -> None:
         path, digest = save_checkpoint(self._ledger.run_dir, step=self.step, optimizer=self._optimizer)
         row = CheckpointRow(step=self.step, version=self.version, path=path, digest=digest, wall_s=self._wall_s)
@@ -226,6 +220,14 @@ class TrainerLoop:
             return trace
 
         return load
+
+
+def lr_scale(batch: StepBatch, *, step: int, num_steps: int, final_frac: float) -> float:
+    """The schedule, times the share of groups that teach something: AdamW divides the gradient's size out, so without
+    this a batch with one telling group would move the weights as far as one with eight."""
+    done = step / max(1, num_steps - 1)
+    telling = 1.0 - batch.num_groups_without_signal / max(1, batch.num_groups)
+    return (1.0 - (1.0 - final_frac) * done) * telling
 
 
 def _held(trace: Trace) -> Callable[[], Trace]:

@@ -70,6 +70,14 @@ def test_run_stops_cleanly_on_ctrl_c_and_resumes_to_its_end(tmp_path: Path) -> N
     for verb in ("log", "verify"):
         assert rollmill("weights", verb, str(run.run_dir)).returncode == 0
 
+    assert (run.run_dir / "metrics" / "engine-0.jsonl").read_text().count("engine/tokens_per_s") >= 1
+    record = run.run_dir / "model.json"
+    kept = record.read_text()
+    record.write_text(kept.replace('"tokenizer.json": "', '"tokenizer.json": "0'))
+    foreign = rollmill("train", str(run.path), "--resume")
+    assert foreign.returncode == 2 and "tokenizer.json is not the file" in foreign.stderr
+    record.write_text(kept)
+
     again = rollmill("train", str(run.path))
     assert again.returncode == 2 and "already holds a run" in again.stderr
     other = rollmill("train", str(run.path), "--resume", "--set", "run.seed=5")

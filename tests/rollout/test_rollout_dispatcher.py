@@ -259,3 +259,14 @@ def test_settled_groups_leave_nothing_in_memory(tmp_path: Path) -> None:
     dispatcher = asyncio.run(scene())
     assert (dispatcher._tasks, dispatcher._num_failures, dispatcher._running, list(dispatcher._queue)) == ({}, {}, {}, [])
     world.close()
+
+
+def test_run_stops_loudly_when_every_group_fails(tmp_path: Path) -> None:
+    async def behave(task: Task, episode_id: str, session: FakeSession) -> Finished:
+        raise BROKEN
+
+    world = World(config_of(tmp_path, steps=50, max_retries=0), behave)
+    with pytest.raises(dispatcher_module.EverythingFails, match="the box is gone"):
+        asyncio.run(world.play())
+    assert world.ledger.progress().num_trained == 0
+    world.close()

@@ -112,3 +112,9 @@ def test_conversations_have_the_shape_the_harness_produces() -> None:
         traces(family, num=5, seed=1, expert_frac=0.5, levels=(1,), system="s")
     )
     assert all(isinstance(row["text"], str) and row["text"] for row in documents(family, num=40, seed=1, levels=(1, 2, 3)))
+
+
+def test_family_of_your_own_is_opened_by_import_path_and_a_wrong_one_is_named() -> None:
+    assert open_family("rollmill.tasks.repo:RepoFamily").name == "repo"
+    with pytest.raises(ValueError, match="nowhere:Family"):
+        open_family("nowhere:Family")

@@ -14,7 +14,8 @@ from rollmill.ledger import Ledger
 from rollmill.records import DropReason, GroupState, Role
 from rollmill.telemetry import Metrics, Waits, WaitTimeout, read_metrics
 from rollmill.trainer import loop as loop_module
-from rollmill.trainer.loop import TrainerLoop
+from rollmill.trainer.batch import StepBatch
+from rollmill.trainer.loop import TrainerLoop, lr_scale
 
 MIXED = [1.0, 0.0, 0.0, 1.0]
 FLAT = [1.0, 1.0, 1.0, 1.0]
@@ -161,3 +162,13 @@ def test_stop_request_leaves_a_sound_ledger(tmp_path: Path) -> None:
     train(config_of(tmp_path, steps=9), should_stop)
     with Ledger.open_reader(tmp_path) as ledger:
         assert ledger.progress().num_steps_committed == 1 and ledger.audit() == []
+
+
+def test_step_size_follows_the_schedule_and_the_share_of_groups_that_teach() -> None:
+    def batch(num_flat: int) -> StepBatch:
+        return StepBatch(lessons=[], num_episodes=32, rewards=[], num_groups=8, num_groups_without_signal=num_flat, num_tokens=0)
+
+    assert lr_scale(batch(0), step=0, num_steps=11, final_frac=0.2) == pytest.approx(1.0)
+    assert lr_scale(batch(0), step=10, num_steps=11, final_frac=0.2) == pytest.approx(0.2)
+    assert lr_scale(batch(6), step=0, num_steps=11, final_frac=0.2) == pytest.approx(0.25)
+    assert lr_scale(batch(8), step=5, num_steps=11, final_frac=1.0) == 0.0
