@@ -39,7 +39,7 @@ from rollmill.trainer.checkpoint import load_checkpoint, prune_checkpoints, save
 from rollmill.trainer.learn import Learner
 from rollmill.trainer.loss import LossConfig
 from rollmill.trainer.optimizer import MasterAdamW
-from rollmill.weights import DirectoryStore, Published, Publisher
+from rollmill.weights import Published, Publisher, open_store
 
 MODEL = Path(__file__).resolve().parents[1] / "models" / "demo"
 SEED, TEMPERATURE = 0, 1.0
@@ -174,7 +174,7 @@ class Trainer:
     """Runs in a thread of its own and meets the other workers only in the ledger and in the weight store."""
 
     def __init__(self, run_dir: Path, num_steps: int, stop: threading.Event) -> None:
-        self.run_dir, self.num_steps, self.stop, self.store = run_dir, num_steps, stop, DirectoryStore(run_dir / "weights")
+        self.run_dir, self.num_steps, self.stop, self.store = run_dir, num_steps, stop, open_store(run_dir / "weights")
         model, _ = load_model(MODEL)
         self.optimizer = MasterAdamW(model, lr=6e-4, warmup_steps=5)
         self.learner = Learner(model, self.optimizer, LossConfig(), temperature=TEMPERATURE, length_norm=64.0, tokens_per_microbatch=8192)

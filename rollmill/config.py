@@ -107,8 +107,12 @@ class EngineSection(Section):
 
 
 class WeightsSection(Section):
-    anchor_every: int = Field(16, ge=1)
-    """A full snapshot every so many versions; deltas between."""
+    store: str = ""
+    """Where versions lie: a directory, or a bucket as `s3://bucket/prefix?endpoint=...`; empty: `weights/` in the run directory."""
+    compact_every_s: float = Field(20.0, ge=0)
+    """Seconds between two looks of the compactor role, which makes folds and anchors; 0: no such role."""
+    collect_after_s: float = Field(0.0, ge=0)
+    """What no replica, tag or late joiner needs is deleted after this grace, in seconds, by the compactor role; 0: never."""
 
 
 class RunConfig(Section):
@@ -132,6 +136,11 @@ class RunConfig(Section):
         if self.engine.port and self.engine.port + self.engine.num_replicas > 65536:
             raise ValueError(f"engine.port {self.engine.port} leaves no room for {self.engine.num_replicas} replicas below port 65536")
         return self
+
+    @property
+    def weight_store(self) -> str:
+        """Where the run's versions lie."""
+        return self.weights.store or str(self.run.dir / "weights")
 
     @property
     def max_staleness(self) -> int:

@@ -26,6 +26,7 @@ class Role(StrEnum):
     TRAINER = "trainer"
     ENGINE = "engine"
     ROLLOUT = "rollout"
+    COMPACTOR = "compactor"
     SUPERVISOR = "supervisor"
 
 

@@ -144,7 +144,7 @@ def test_configuration_is_frozen(run_file: Path) -> None:
 
 def test_known_keys_cover_every_field() -> None:
     keys = known_keys()
-    assert {"run", "run.dir", "trainer.lr", "weights.anchor_every"} <= set(keys) and len(keys) == len(set(keys))
+    assert {"run", "run.dir", "trainer.lr", "weights.store"} <= set(keys) and len(keys) == len(set(keys))
 
 
 positive = st.floats(min_value=1e-30, max_value=1e30, allow_nan=False)

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 from rollmill.ledger import Ledger
-from rollmill.weights import DirectoryStore, verify
+from rollmill.weights import open_store, verify
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "loop.py"
 DEADLINE_S = 300.0
@@ -47,4 +47,4 @@ def test_example_loop_killed_after_a_step_goes_on_and_trains_every_group_once(tm
         progress = ledger.progress()
     assert (progress.num_trained, progress.num_steps_committed) == (8, 2)
     assert progress.num_open == progress.num_ready == progress.num_admitted == 0
-    assert verify(DirectoryStore(tmp_path / "weights")) == []
+    assert verify(open_store(tmp_path / "weights")) == []

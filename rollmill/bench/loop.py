@@ -31,26 +31,19 @@ from rollmill.rollout.role import limits_of
 from rollmill.sandbox import open_backend
 from rollmill.tasks import TaskSource, open_family
 from rollmill.telemetry import Waits
-from rollmill.weights import DirectoryStore, Manifest
+from rollmill.weights import WeightStore, open_store
+from rollmill.weights.manifest import Pointer
 
 
-class PinnedStore:
+class PinnedStore(WeightStore):
     """A store whose newest version is the one we want to look at."""
 
-    def __init__(self, store: DirectoryStore, version: int) -> None:
-        self._store, self._version = store, version
+    def __init__(self, store: WeightStore, version: int) -> None:
+        super().__init__(store.objects)
+        self._version = version
 
-    def latest(self) -> int | None:
-        return self._version
-
-    def versions(self) -> list[int]:
-        return [v for v in self._store.versions() if v <= self._version]
-
-    def manifest(self, version: int) -> Manifest:
-        return self._store.manifest(version)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
+    def latest(self) -> Pointer | None:
+        return Pointer(version=self._version)
 
 
 def bench_loop(
@@ -126,7 +119,7 @@ def _time_to(curve: list[dict[str, float]], target: float) -> float | None:
 async def success_of(config: RunConfig, run_dir: Path, version: int, num_heldout: int) -> float:
     """Serve one published version and try the held-out tasks with it."""
     ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    store = PinnedStore(DirectoryStore(run_dir / "weights"), version)
+    store = PinnedStore(open_store(config.weight_store), version)
     engine = asyncio.create_task(
         run_engine(config.model.path, store=store, num_threads=2, num_slots=64, max_len=config.engine.max_len, on_ready=ready.set_result)
     )

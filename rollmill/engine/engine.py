@@ -10,10 +10,9 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from enum import StrEnum
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -48,19 +47,9 @@ class VersionMismatch(RuntimeError):
     """The served version does not meet the request's constraint."""
 
 
-class Offer(Protocol):
-    """Weights prepared on the side, ready to be copied in."""
-
-    @property
-    def version(self) -> int: ...
-
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]: ...
-
-
 class _PendingSwap:
-    def __init__(self, offer: Offer, confirm: Callable[[Fingerprint], None]) -> None:
-        self.offer, self.confirm = offer, confirm
+    def __init__(self, version: int, swap: Callable[[], Fingerprint]) -> None:
+        self.version, self.swap = version, swap
         self.outcome: Future[bool] = Future()
 
 
@@ -107,14 +96,12 @@ class Engine:
         self._cancels: list[int] = []
         self._pending: _PendingSwap | None = None
         self._stopping = False
-        # What the live weights must be put back to when a swap turns out wrong.
-        self._held: dict[str, torch.Tensor] = model.serving_tensors()
         self.version, self.fingerprint, self.note = -1, "", ""
         self.follow_problem = ""
         """Set by whoever follows the weight store: why newer weights do not arrive."""
         self.phase = EnginePhase.STARTING
         if version is not None:
-            self.version, self.fingerprint, self.phase = version, fingerprint(self._held).total, EnginePhase.SERVING
+            self.version, self.fingerprint, self.phase = version, fingerprint(model.serving_tensors()).total, EnginePhase.SERVING
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # Any thread.
@@ -149,9 +136,11 @@ class Engine:
             self._cancels.append(seq.key)
             self._cond.notify()
 
-    def offer(self, offer: Offer, confirm: Callable[[Fingerprint], None]) -> Future[bool]:
-        """Ask for a swap at the next step boundary. The result says whether `confirm` accepted the live weights."""
-        pending = _PendingSwap(offer, confirm)
+    def offer(self, version: int, swap: Callable[[], Fingerprint]) -> Future[bool]:
+        """Ask for a swap at the next step boundary. `swap` changes the live weights and proves them, or puts the old ones back and
+        raises; the result says which.
+        """
+        pending = _PendingSwap(version, swap)
         with self._cond:
             assert self._pending is None, "one swap at a time"
             if self._stopping or self.phase is EnginePhase.FAILED:
@@ -309,44 +298,39 @@ class Engine:
             m.prefill_tokens.inc(sum(c.end - c.start for c in step.chunks))
 
     def _swap(self, pending: _PendingSwap) -> None:
-        """Copy the offered weights in, prove what runs now, or put the old ones back."""
+        """Let the offered version in, or hear why the old one serves on."""
         began = time.monotonic()
-        offer = pending.offer
         try:
-            self.model.load_serving(offer.tensors)
-            live = fingerprint(self.model.serving_tensors())
-            pending.confirm(live)
+            live = pending.swap()
         except (WrongWeights, ValueError) as error:
-            self._restore(offer, error)
+            self._refuse(pending.version, error)
             accepted = False
         else:
-            self._adopt(offer, live)
+            self._adopt(pending.version, live)
             accepted = True
         pause_s = time.monotonic() - began
         self.metrics.swap_pause_s.observe(pause_s)
         self.metrics.swaps.labels("confirmed" if accepted else "refused").inc()
-        log.info("swap to version %d: %s, pause %.1f ms", offer.version, "confirmed" if accepted else "refused", 1e3 * pause_s)
+        log.info("swap to version %d: %s, pause %.1f ms", pending.version, "confirmed" if accepted else "refused", 1e3 * pause_s)
         pending.outcome.set_result(accepted)
 
-    def _adopt(self, offer: Offer, live: Fingerprint) -> None:
+    def _adopt(self, version: int, live: Fingerprint) -> None:
         for seq in self.scheduler.running:
             seq.stamp(self.version)
             seq.is_clean = False
         self.scheduler.slots.forget_retained()
-        self._held.update(offer.tensors)
-        self.version, self.fingerprint, self.note = offer.version, live.total, ""
-        self.metrics.version.set(offer.version)
+        self.version, self.fingerprint, self.note = version, live.total, ""
+        self.metrics.version.set(version)
         if self.phase is EnginePhase.STARTING:
             self.phase = EnginePhase.SERVING
         everyone = [*self.scheduler.waiting.values(), *self.scheduler.running]
-        if unmet := [(seq, FinishReason.VERSION) for seq in everyone if seq.request.exact_version not in (None, offer.version)]:
+        if unmet := [(seq, FinishReason.VERSION) for seq in everyone if seq.request.exact_version not in (None, version)]:
             self._finish(unmet)
 
-    def _restore(self, offer: Offer, error: Exception) -> None:
-        self.model.load_serving(self._held)
-        self.note = f"version {offer.version} was refused and version {self.version} serves on: {error}"
+    def _refuse(self, version: int, error: Exception) -> None:
+        self.note = f"version {version} was refused and version {self.version} serves on: {error}"
         log.error("%s", self.note)
-        if self.phase is EnginePhase.SERVING and fingerprint(self.model.serving_tensors()).total != self.fingerprint:
+        if isinstance(error, WrongWeights) and error.is_lost:
             self._fail(f"the weights of version {self.version} could not be put back after a refused swap")
             self._stopping = True
 

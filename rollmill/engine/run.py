@@ -19,7 +19,7 @@ from rollmill.engine.server import make_app
 from rollmill.engine.service import Service
 from rollmill.engine.swap import WeightWatch, follower_of
 from rollmill.model import Tokenizer, load_model
-from rollmill.weights import SnapshotStore
+from rollmill.weights import WeightStore
 
 log = logging.getLogger(__name__)
 GRACEFUL_S = 5
@@ -58,7 +58,8 @@ def bind(host: str, port: int) -> socket.socket:
 async def run_engine(
     model_path: Path,
     *,
-    store: SnapshotStore | None = None,
+    store: WeightStore | None = None,
+    replica: str = "",
     host: str = "127.0.0.1",
     port: int = 0,
     num_threads: int | None = None,
@@ -107,7 +108,7 @@ async def run_engine(
         stop_ids = frozenset(config.eos_token_ids) | (tokenizer.stop_ids if tokenizer else frozenset())
         app = make_app(Service(engine=engine, tokenizer=tokenizer, model_name=model_name or model_path.name, stop_ids=stop_ids))
         server = _Server(_http_settings(app), lambda: on_ready(bound_port) if on_ready else None)
-        watch = WeightWatch(engine, follower_of(store, model)) if store is not None else None
+        watch = WeightWatch(engine, follower_of(store, model, replica=replica)) if store is not None else None
         log.info("engine listens on %s:%d", host, bound_port)
         await _serve(server, sock, engine, watch)
 

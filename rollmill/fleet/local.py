@@ -119,7 +119,8 @@ class Supervisor:
         self._config, self._say, self._tick = config, say, tick
         make = lambda role, index=0: RoleProcess(role, index, run_file, config.run.dir)  # noqa: E731
         engines = [make(Role.ENGINE, i) for i in range(config.engine.num_replicas)]
-        self.roles: list[RoleProcess] = [make(Role.TRAINER), *engines, make(Role.ROLLOUT)]
+        compactors = [make(Role.COMPACTOR)] if config.weights.compact_every_s else []
+        self.roles: list[RoleProcess] = [make(Role.TRAINER), *engines, make(Role.ROLLOUT), *compactors]
         self._is_stopping = False
         self._next_health = time.monotonic() + HEALTH_EVERY_S
 
@@ -134,7 +135,7 @@ class Supervisor:
                 for role in self.roles:
                     if said := role.watch(now):
                         self._say(said)
-                if all(role.is_done for role in self.roles if role.role != Role.ENGINE):
+                if all(role.is_done for role in self.roles if role.role in (Role.TRAINER, Role.ROLLOUT)):
                     return True
                 if now >= self._next_health:
                     self._check_health(now)

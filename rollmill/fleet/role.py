@@ -25,7 +25,7 @@ from rollmill.telemetry import Metrics, RoleServer, Waits, WaitTimeout
 
 EXIT_DONE, EXIT_FIX, EXIT_STOPPED = 0, 2, 75
 PARENT_ENV = "ROLLMILL_SUPERVISOR_PID"
-ROLES = (Role.TRAINER, Role.ENGINE, Role.ROLLOUT)
+ROLES = (Role.TRAINER, Role.ENGINE, Role.ROLLOUT, Role.COMPACTOR)
 PR_SET_PDEATHSIG = 1
 STREAM_S = 2.0
 
@@ -101,7 +101,7 @@ def _rollout(config: RunConfig, index: int, should_stop: Callable[[], bool]) -> 
 
 def _engine(config: RunConfig, index: int, should_stop: Callable[[], bool]) -> None:
     from rollmill.engine.run import run_engine
-    from rollmill.weights import DirectoryStore
+    from rollmill.weights import open_store
 
     e, run_dir = config.engine, config.run.dir
 
@@ -116,7 +116,8 @@ def _engine(config: RunConfig, index: int, should_stop: Callable[[], bool]) -> N
 
         await run_engine(
             config.model.path,
-            store=DirectoryStore(run_dir / "weights"),
+            store=open_store(config.weight_store),
+            replica=f"engine-{index}",
             host=e.host,
             port=e.port + index if e.port else 0,
             num_threads=e.num_threads,
@@ -126,6 +127,21 @@ def _engine(config: RunConfig, index: int, should_stop: Callable[[], bool]) -> N
         )
 
     asyncio.run(serve())
+
+
+def _compactor(config: RunConfig, index: int, should_stop: Callable[[], bool]) -> None:
+    from rollmill.weights.compact_role import run_compactor
+
+    run_dir, w = config.run.dir, config.weights
+    metrics, waits = Metrics(run_dir, Role.COMPACTOR), Waits()
+    server = RoleServer(metrics, waits, dict)
+    announce(run_dir, Role.COMPACTOR, {"url": f"http://127.0.0.1:{server.start()}"})
+
+    def say(done: dict[str, float], version: int) -> None:
+        metrics.write(done, step=version)
+
+    run_compactor(config.weight_store, every_s=w.compact_every_s, collect_after_s=w.collect_after_s, should_stop=should_stop, say=say)
+    server.stop()
 
 
 async def _stream_pressure(url: str, metrics: Metrics) -> None:
@@ -155,6 +171,7 @@ _BODIES: dict[Role, Callable[[RunConfig, int, Callable[[], bool]], None]] = {
     Role.TRAINER: _trainer,
     Role.ROLLOUT: _rollout,
     Role.ENGINE: _engine,
+    Role.COMPACTOR: _compactor,
 }
 
 

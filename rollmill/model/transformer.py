@@ -115,6 +115,14 @@ class Model(nn.Module):
             live[name].copy_(value)
 
     @torch.no_grad()
+    def patch_serving(self, name: str, positions: torch.Tensor, values: torch.Tensor) -> None:
+        """Replace single elements (flat positions, int64) of one stored tensor, in place."""
+        self._slices()[name].view(-1)[positions] = values.to(self.embed.dtype)
+
+    def _slices(self) -> dict[str, torch.Tensor]:
+        return {name: live.detach() for name, live in self.named_slices()}
+
+    @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """Fresh weights: normal with std 0.02, output projections scaled down by depth, rounded to the serving dtype."""
         gen = torch.Generator().manual_seed(seed)

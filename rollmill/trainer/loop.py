@@ -24,11 +24,10 @@ from rollmill.trainer.checkpoint import load_checkpoint, prune_checkpoints, save
 from rollmill.trainer.learn import Learner
 from rollmill.trainer.loss import LossConfig
 from rollmill.trainer.optimizer import MasterAdamW
-from rollmill.weights import DirectoryStore, Published, Publisher
+from rollmill.weights import Published, Publisher, open_store
 
 log = logging.getLogger("rollmill.trainer")
 POLL_S = 0.01
-STORE_DIR = "weights"
 
 
 class TrainerLoop:
@@ -53,9 +52,8 @@ class TrainerLoop:
         # In sync mode a committed step is what tells rollouts that the barrier is open.
         self._checkpoint_every = 1 if config.run.mode == "sync" else t.checkpoint_every
         self._publisher = Publisher(
-            DirectoryStore(ledger.run_dir / STORE_DIR),
+            open_store(config.weight_store),
             run_id=ledger.run_dir.name,
-            anchor_every=config.weights.anchor_every,
             on_published=self._record_version,
         )
         self.step = 0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
@@ -18,31 +15,6 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Bits:
-    """The bytes of one tensor on the host.
-
-    >>> bits_of(torch.tensor([1.0], dtype=torch.bfloat16)).data.tolist()
-    [128, 63]
-    """
-
-    dtype: str
-    """The torch dtype without its prefix, e.g. `bfloat16`."""
-    shape: tuple[int, ...]
-    data: np.ndarray
-    """uint8[numel * itemsize], row-major, little-endian; nobody writes into it."""
-
-    @property
-    def itemsize(self) -> int:
-        return dtype_of(self.dtype).itemsize
-
-    def tensor(self) -> torch.Tensor:
-        """A tensor over the same memory; the reader must not write into it."""
-        if not self.data.size:
-            return torch.empty(self.shape, dtype=dtype_of(self.dtype))
-        return torch.from_numpy(self.data).view(dtype_of(self.dtype)).reshape(self.shape)
-
-
 def dtype_of(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise UnknownFormat(f"dtype {name!r} is unknown to torch {torch.__version__}; read this store with the torch that wrote it")
@@ -51,13 +23,6 @@ def dtype_of(name: str) -> torch.dtype:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def num_bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
-    count = dtype_of(dtype).itemsize
-    for size in shape:
-        count *= size
-    return count
 
 
 def words_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,13 +36,22 @@ def words_of(tensor: torch.Tensor) -> torch.Tensor:
     return plain.view(_WORDS[plain.dtype.itemsize]).reshape(-1)
 
 
-def bits_of(tensor: torch.Tensor) -> Bits:
+def host_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's bytes (uint8, row-major) on the host; shares memory when they already lie there so."""
+    words = words_of(tensor).cpu()
+    return words.view(torch.uint8).numpy() if words.numel() else np.empty(0, np.uint8)
+
+
+def copied_bytes(tensor: torch.Tensor) -> np.ndarray:
     """A private copy of the tensor's bytes on the host."""
     words = words_of(tensor)
     shared = words.device.type == "cpu" and words.numel() and words.data_ptr() == tensor.data_ptr()
     host = words.clone() if shared else words.cpu()
-    return Bits(dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), data=host.view(torch.uint8).numpy())
+    return host.view(torch.uint8).numpy() if host.numel() else np.empty(0, np.uint8)
 
 
-def snapshot_bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, Bits]:
-    return {name: bits_of(tensor) for name, tensor in tensors.items()}
+def tensor_of(data: np.ndarray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor over the same memory."""
+    if not data.size:
+        return torch.empty(shape, dtype=dtype_of(dtype))
+    return torch.from_numpy(data).view(dtype_of(dtype)).reshape(shape)

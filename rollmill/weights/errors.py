@@ -26,7 +26,9 @@ class PublishFailed(RuntimeError):
 class WrongWeights(RuntimeError):
     """The weights an engine really runs are not those of the version it was about to serve."""
 
-    def __init__(self, message: str, *, tensors: tuple[str, ...] = ()) -> None:
+    def __init__(self, message: str, *, tensors: tuple[str, ...] = (), is_lost: bool = False) -> None:
         super().__init__(message)
         self.tensors = tensors
         """Names of the tensors whose fingerprint differs."""
+        self.is_lost = is_lost
+        """The old version could not be put back either: nothing may be served."""

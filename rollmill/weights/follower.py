@@ -1,50 +1,59 @@
-"""A replica's end: stages the newest version it can prove beside the live weights, and holds it only once the live weights prove it too."""
+"""A replica's end: stages the newest version beside the live weights, and holds it only once the live weights prove it.
+
+IDLE -> poll -> STAGED -> swap: apply, prove -> HELD        a failed proof: revert, prove the old version, serve on
+"""
 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-import torch
+import numpy as np
 
-from rollmill.weights import pack as packing
-from rollmill.weights.bits import Bits
+from rollmill.weights.encode import in_order, num_workers
 from rollmill.weights.errors import CorruptSnapshot, UnknownFormat, WrongBase, WrongWeights
-from rollmill.weights.fingerprint import Fingerprint, combine, fingerprint, tensor_fingerprint
-from rollmill.weights.manifest import Manifest
-from rollmill.weights.plan import Hop, plan
-from rollmill.weights.store import SnapshotStore
+from rollmill.weights.live import LiveWeights, TensorPatch
+from rollmill.weights.manifest import Lease, Route, Version, version_key
+from rollmill.weights.pack import Entry
+from rollmill.weights.proof import Fingerprint, Lanes, add, base_value, combine, seeds_of, to_hex
+from rollmill.weights.reader import Damaged, OpenRoute, TensorWork, advance, find_path, work_of, works
+from rollmill.weights.schema import Schema
+from rollmill.weights.shard import Held
+from rollmill.weights.stage import bad_cells, difference, patch_of
+from rollmill.weights.store import WeightStore
 
 log = logging.getLogger(__name__)
-Apply = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+Agree = Callable[[dict[str, Lanes]], dict[str, Lanes]]
+"""Joins the ranks of a sharded replica: the lane-wise sums over all of them, the same on each."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Staged:
-    """A version made ready beside the live weights. Its tensors are absolute values: applying them twice is the same as once.
-
-    The tensors share memory with what the follower keeps: copy out of them, never write into them.
-    """
+    """A version made ready beside the live weights. Its values are absolute: applying them twice is applying them once."""
 
     version: int
     step: int
     base_version: int | None
-    """The version the live weights must have now; None: any, since `tensors` then holds every tensor."""
-    tensors: dict[str, torch.Tensor]
-    """The new value of every tensor that changed, in the serving dtype."""
-    restore: dict[str, torch.Tensor]
-    """Every tensor of `base_version`, to go back to; empty when nothing was held."""
+    """The version the live weights must have now; None: nothing is served, and the weights were loaded already."""
+    schema: str
+    """Digest of the version's tensor table."""
     fingerprint: Fingerprint
-    """What the live weights must show after the copy."""
+    """What the live weights must show after the swap."""
+    num_changed: int
     bytes_read: int
     num_packs: int
-    prepare_s: float
-    bits: dict[str, Bits] = field(repr=False)
-    """The whole version as the follower will hold it."""
+    timings_s: dict[str, float]
+    """Seconds of planning, and of fetching and decoding."""
+    patch: Any = field(repr=False)
+    """What `LiveWeights.stage` gave."""
+
+    @property
+    def prepare_s(self) -> float:
+        return sum(self.timings_s.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +66,11 @@ class FollowerStats:
     num_wrong_weights: int = 0
     """Swaps refused because the live weights were not those of the version."""
     num_wrong_base: int = 0
-    """Times the held copy was not what a delta was made from; each led to a fresh start from a full pack."""
+    """Times the live weights were not what a delta was made from."""
     num_quarantined: int = 0
-    """Packs and manifests this follower found damaged or missing."""
+    """Objects this follower found damaged or missing."""
+    num_repaired_cells: int = 0
+    """Cells of live weights that had to be fetched again."""
     num_read_errors: int = 0
     """Reads that the system refused; tried again at the next poll."""
     bytes_read: int = 0
@@ -68,29 +79,39 @@ class FollowerStats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Held:
+class _HeldVersion:
     version: int
+    schema: str
     fingerprint: Fingerprint
-    bits: dict[str, Bits]
 
 
 class Follower:
-    """Follows one store for one engine. `poll` may run in a background thread while the engine serves; `swap` or `confirm`
-    run in the engine's own thread between two decode steps.
-
-    `apply` copies the tensors it is given into the live weights and returns all live tensors in the serving dtype.
+    """Follows one store for one engine. `poll` may run in a background thread while the engine serves; `swap` runs in the engine's own
+    thread between two decode steps. There is no second copy of the weights: old values are read off the live ones.
     """
 
-    def __init__(self, store: SnapshotStore, *, apply: Apply) -> None:
-        self._store = store
-        self._apply = apply
+    def __init__(
+        self,
+        store: WeightStore,
+        live: LiveWeights,
+        *,
+        replica: str = "",
+        lease_s: float = 60.0,
+        url: str = "",
+        agree: Agree | None = None,
+    ) -> None:
+        self._store, self._live = store, live
+        self._replica, self._lease_s, self._url, self._agree = replica, lease_s, url, agree
         self._lock = threading.Lock()
         self._staging = threading.Lock()
-        self._held: _Held | None = None
+        self._held: _HeldVersion | None = None
         self._settled: int | None = None
         """The value of `latest` that was last staged or given up on."""
         self._refused: dict[str, str] = {}
         self._stats = FollowerStats()
+        self._timings: dict[str, float] = {}
+        self._staged_version: int | None = None
+        self._renewed = 0.0
 
     @property
     def version(self) -> int | None:
@@ -98,185 +119,280 @@ class Follower:
         held = self._held
         return None if held is None else held.version
 
+    @property
+    def fingerprint(self) -> Fingerprint | None:
+        held = self._held
+        return None if held is None else held.fingerprint
+
     def stats(self) -> FollowerStats:
         with self._lock:
             return self._stats
 
     def poll(self) -> Staged | None:
         """The newest version that can be reached past the held one; None when there is none or it was staged before."""
-        with self._lock:
-            held = self._held
-            self._stats = replace(self._stats, num_polls=self._stats.num_polls + 1)
+        self._count(num_polls=1)
         try:
-            latest = self._store.latest()
-            if latest is None or latest == self._settled:
+            pointer = self._store.latest()
+            held = self._held
+            if pointer is None or pointer.version == self._settled:
                 return None
-            if held is not None and latest <= held.version:
-                gone_back = f"the store went back to version {latest}, this replica holds {held.version}"
-                self._settle(latest, gone_back if latest < held.version else "")
+            if held is not None and pointer.version <= held.version:
+                gone_back = f"the store went back to version {pointer.version}, this replica holds {held.version}"
+                self._settle(pointer.version, gone_back if pointer.version < held.version else "")
                 return None
-            return self._stage(latest, held)
+            return self._stage(pointer.version, held)
         except (CorruptSnapshot, UnknownFormat) as error:
             self._say(str(error))
         except OSError as error:
-            with self._lock:
-                self._stats = replace(self._stats, num_read_errors=self._stats.num_read_errors + 1)
+            self._count(num_read_errors=1)
             self._say(f"cannot read the weight store: {error}")
         return None
 
     def bootstrap(self) -> Staged:
-        """Every tensor of the newest version the store can prove, whatever is held; raises ValueError when there is none."""
-        latest = self._store.latest()
-        staged = None if latest is None else self._stage(latest, None)
+        """The newest version the store can prove, loaded into live weights that serve nothing; raises ValueError when there is none."""
+        with self._lock:
+            self._held, self._settled = None, None
+        staged = self.poll()
         if staged is None:
-            why = "nothing was published yet" if latest is None else self.stats().problem
-            raise ValueError(f"the weight store has no version to start from: {why}")
+            raise ValueError(
+                f"the weight store {self._store} has no version to start from: {self.stats().problem or 'nothing was published yet'}"
+            )
         return staged
 
-    def swap(self, staged: Staged) -> None:
-        """Apply, prove and hold `staged`; when the proof fails put the old version back, prove that, and raise WrongWeights."""
+    def swap(self, staged: Staged) -> Fingerprint:
+        """Apply and prove `staged`; when the proof fails put the old version back, prove that, and raise WrongWeights."""
+        began = time.monotonic()
         self._refuse_wrong_base(staged)
-        live = self._apply(staged.tensors)
-        try:
-            self.confirm(staged, fingerprint(live))
-        except WrongWeights as wrong:
-            held = self._held
-            if held is None:
-                raise
-            back = fingerprint(self._apply(staged.restore))
-            if back != held.fingerprint:
-                message = f"{wrong}; and version {held.version} could not be put back: stop serving and `bootstrap` again"
-                raise WrongWeights(message, tensors=back.differing(held.fingerprint)) from wrong
-            raise
-
-    def confirm(self, staged: Staged, live: Fingerprint) -> None:
-        """Hold `staged`, now that the live weights show `live`. On WrongWeights the engine puts `staged.restore` back."""
-        self._refuse_wrong_base(staged)
+        self._live.apply(staged.patch)
+        live = self._prove()
         if live != staged.fingerprint:
-            names = live.differing(staged.fingerprint)
-            message = f"version {staged.version} should show {staged.fingerprint.total}, the live weights show {live.total}"
-            message += f"; {len(names)} tensors differ, first {', '.join(names[:3])}"
-            with self._lock:
-                self._stats = replace(self._stats, num_wrong_weights=self._stats.num_wrong_weights + 1)
-            self._say(message)
-            raise WrongWeights(message, tensors=names)
+            self._undo(staged, live)
         with self._lock:
-            self._held = _Held(version=staged.version, fingerprint=staged.fingerprint, bits=staged.bits)
+            self._held = _HeldVersion(version=staged.version, schema=staged.schema, fingerprint=live)
             problem = self._stats.problem if self._settled != staged.version else ""
-            self._stats = replace(self._stats, num_confirmed=self._stats.num_confirmed + 1, problem=problem)
+            self._timings = {**staged.timings_s, "swap": time.monotonic() - began}
+        self._count(num_confirmed=1, problem=problem)
+        return live
+
+    def scrub(self) -> Staged | None:
+        """Recompute the fingerprint of the live weights; None when they are what they should be, else a patch of only the bad cells.
+
+        Apply the patch with `swap`. Call it between two decode steps.
+        """
+        held = self._held
+        if held is None or (live := self._prove()) == held.fingerprint:
+            return None
+        names = live.differing(held.fingerprint)
+        self._say(f"the live weights of version {held.version} have changed under way: {', '.join(names[:3])}")
+        with self._staging:
+            return self._repair(held, names)
+
+    def renew(self, now: float) -> bool:
+        """Say in the store what is served here, when a third of the lease has passed; False when it was not yet time."""
+        if not self._replica or now < self._renewed + self._lease_s / 3:
+            return False
+        held, stats = self._held, self.stats()
+        self._store.renew(
+            Lease(
+                replica=self._replica, version=None if held is None else held.version,
+                fingerprint="" if held is None else held.fingerprint.total, staging=self._staged_version, renewed=now,
+                expires=now + self._lease_s, url=self._url, problem=stats.problem, timings_s=self._timings, num_swaps=stats.num_confirmed,
+            )
+        )  # fmt: skip
+        self._renewed = now
+        return True
+
+    def _undo(self, staged: Staged, live: Fingerprint) -> None:
+        names = live.differing(staged.fingerprint)
+        message = f"version {staged.version} should show {staged.fingerprint.total}, the live weights show {live.total}"
+        message += f"; {len(names)} tensors differ, first {', '.join(names[:3])}"
+        self._count(num_wrong_weights=1)
+        self._say(message)
+        self._live.revert(staged.patch)
+        held = self._held
+        if held is None:
+            raise WrongWeights(message, tensors=names)
+        back = self._prove()
+        if back != held.fingerprint:
+            lost = f"{message}; and version {held.version} could not be put back: stop serving and `bootstrap` again"
+            raise WrongWeights(lost, tensors=back.differing(held.fingerprint), is_lost=True)
+        raise WrongWeights(message, tensors=names)
+
+    def _prove(self) -> Fingerprint:
+        lanes = self._live.lanes()
+        if self._agree is not None:
+            lanes = self._agree(lanes)
+        specs = {name: held.spec for name, held in self._live.held().items()}
+        return combine({n: to_hex(add(base_value(seeds_of(n, s.dtype, s.shape)), lanes[n])) for n, s in specs.items()})
 
     def _refuse_wrong_base(self, staged: Staged) -> None:
-        if self.version is not None and staged.version < self.version:
-            raise WrongBase(f"version {staged.version} was staged before the replica moved on to {self.version}; drop it")
-        if staged.base_version is not None and self.version not in (staged.base_version, staged.version):
+        held = self.version
+        if held is not None and staged.version < held:
+            raise WrongBase(f"version {staged.version} was staged before the replica moved on to {held}; drop it")
+        if staged.base_version is not None and held not in (staged.base_version, staged.version):
             # What is dropped here must be staged again, even if nothing newer ever comes.
             self._settled = None
-            raise WrongBase(f"version {staged.version} was staged on {staged.base_version}, the replica holds {self.version}; poll again")
+            raise WrongBase(f"version {staged.version} was staged on {staged.base_version}, the replica holds {held}; poll again")
 
-    def _stage(self, latest: int, base: _Held | None) -> Staged | None:
-        """Read and prove a path to the newest reachable version, going round what turns out to be damaged."""
+    def _stage(self, latest: int, held: _HeldVersion | None) -> Staged | None:
+        """Read and prove a path to `latest`, going round what turns out to be damaged."""
         with self._staging:
-            return self._stage_alone(latest, base)
-
-    def _stage_alone(self, latest: int, base: _Held | None) -> Staged | None:
-        start = time.monotonic()
-        bytes_read = 0
-        self._refused.update({name: why for name, why in self._store.quarantined().items() if name not in self._refused})
-        while True:
-            hops = plan(self._lineage(latest, base), held=None if base is None else base.version, refused=self._refused)
-            # Without a base the newest reachable version may lie before the one that is served: nobody goes back by accident.
-            if not hops or hops[-1].manifest.version < (-1 if self.version is None else self.version):
-                self._settle(latest, self._stranded(latest))
-                return None
+            self._refused.update({key: why for key, why in self._store.quarantined().items() if key not in self._refused})
+            self._staged_version = latest
             try:
-                bits = {} if base is None or hops[0].pack.base_version is None else dict(base.bits)
-                for hop in hops:
-                    bytes_read += hop.pack.num_bytes
-                    bits = self._take(hop, bits)
-                found = _prove(hops[-1], base, bits)
-            except _Damaged as damaged:
-                self._refuse(damaged.name, damaged.reason)
+                return self._stage_alone(latest, held)
+            finally:
+                self._staged_version = None
+
+    def _stage_alone(self, latest: int, held: _HeldVersion | None) -> Staged | None:
+        base: int | None = None if held is None else held.version
+        while True:
+            planning = time.monotonic()
+            try:
+                if (record := self._target(latest, -1 if held is None else held.version)) is None:
+                    self._settle(latest, self._stranded(latest))
+                    return None
+                schema = self._check_schema(self._store.schema(record.schema))
+                fits = held is not None and held.schema == record.schema
+                path = find_path(self._store, record.version, held=base if fits else None, refused=self._refused, schema=record.schema)
+                if path is None:
+                    self._refuse(version_key(record.version), f"no route to version {record.version} is left", mark=False)
+                    continue
+                staged = self._prepare(record, schema, path, held, planning)
+            except Damaged as damaged:
+                self._refuse(damaged.key, damaged.reason)
                 continue
             except WrongBase as error:
-                # A path from a full pack brings its own bases along, so this is the held copy's fault and happens once.
-                assert base is not None and hops[0].pack.base_version is not None, error
+                if base is None:
+                    self._refuse(version_key(latest), f"its routes do not give what it promises: {error}", mark=False)
+                    continue
+                # A path from a full route brings its own bases along, so this is the live copy's fault and happens once.
                 base = None
-                with self._lock:
-                    self._stats = replace(self._stats, num_wrong_base=self._stats.num_wrong_base + 1)
-                self._say(f"the held copy is not what was published ({error}); starting from a full pack")
+                self._count(num_wrong_base=1)
+                self._say(f"the live weights are not what was published ({error}); starting from a full route")
                 continue
-            with self._lock:
-                stats, held = self._stats, self._held
-                self._stats = replace(stats, num_staged=stats.num_staged + 1, bytes_read=stats.bytes_read + bytes_read)
-            target = hops[-1].manifest
-            self._settle(latest, "" if target.version == latest else self._stranded(latest))
-            changed = {name: now for name, now in bits.items() if base is None or not _same(base.bits.get(name), now)}
-            return Staged(
-                version=target.version,
-                step=target.step,
-                base_version=None if base is None else base.version,
-                tensors={name: now.tensor() for name, now in changed.items()},
-                restore={} if held is None else {name: old.tensor() for name, old in held.bits.items()},
-                fingerprint=found,
-                bytes_read=bytes_read,
-                num_packs=len(hops),
-                prepare_s=time.monotonic() - start,
-                bits=bits,
-            )
+            self._settle(latest, "" if record.version == latest else self._stranded(latest))
+            self._count(num_staged=1, bytes_read=staged.bytes_read)
+            return staged
 
-    def _lineage(self, latest: int, base: _Held | None) -> list[Manifest]:
-        """The published versions from `latest` back as far as a path may want to start: the base, or a full pack once that is cheaper.
-
-        A replica that slept for a thousand versions thus reads some tens of manifests, not a thousand.
-        """
-        found: list[Manifest] = []
-        chain_bytes, anchor_bytes, has_anchor = 0.0, math.inf, False
+    def _target(self, latest: int, floor: int) -> Version | None:
+        """The newest version on the line from `latest` back that is not known to be out of reach."""
         at: int | None = latest
-        while at is not None and (base is None or at > base.version):
-            name = f"v{at:08d}.json"
-            if name in self._refused:
-                break
+        while at is not None and at > floor:
             try:
-                manifest = self._store.manifest(at)
+                record = self._store.version(at)
             except CorruptSnapshot as error:
-                self._refuse(name, str(error))
-                break
-            found.append(manifest)
-            usable = [pack for pack in manifest.packs if pack.name not in self._refused]
-            for pack in usable:
-                if pack.base_version is None:
-                    anchor_bytes, has_anchor = min(anchor_bytes, chain_bytes + pack.num_bytes), True
-            chain_bytes += min((pack.num_bytes for pack in usable if pack.base_version is not None), default=math.inf)
-            if has_anchor and (base is None or chain_bytes >= anchor_bytes):
-                break
-            at = manifest.previous
-        return found
-
-    def _take(self, hop: Hop, bits: dict[str, Bits]) -> dict[str, Bits]:
-        """`bits` moved on by one pack. A pack is condemned only when a second read fails too: the first may have met a bad cable."""
-        for last_try in (False, True):
-            try:
-                header, decoded = packing.read(self._store.read_pack(hop.pack.name), digest=hop.pack.digest, old=bits)
-            except CorruptSnapshot as error:
-                if last_try:
-                    raise _Damaged(hop.pack.name, str(error)) from error
+                # Without its record nobody can prove a version, nor follow the line further back: take what is listed before it.
+                self._refuse(version_key(at), str(error))
+                at = max((v for v in self._store.versions() if floor < v < at), default=None)
                 continue
-            if (header.version, header.base_version) != (hop.manifest.version, hop.pack.base_version):
-                raise _Damaged(hop.pack.name, f"it holds version {header.version} on {header.base_version}, not what its manifest says")
-            return {**bits, **decoded} if hop.pack.base_version is not None else decoded
-        raise AssertionError("unreachable: the last try returns or raises")
+            if version_key(at) not in self._refused:
+                return record
+            at = record.previous
+        return None
 
-    def _refuse(self, name: str, reason: str) -> None:
-        self._refused[name] = reason
-        marked = self._store.quarantine(name, reason)
-        with self._lock:
-            self._stats = replace(self._stats, num_quarantined=self._stats.num_quarantined + 1)
-        done = "quarantined" if marked else "the store is read-only, so only noted here"
-        log.error("weights: %s is unusable (%s); %s", name, reason, done)
+    def _prepare(self, record: Version, schema: Schema, path: Sequence[Route], held: _HeldVersion | None, planning: float) -> Staged:
+        fetching = time.monotonic()
+        hops = [OpenRoute(self._store, route) for route in path if route.packs]
+        fresh = bool(path) and path[0].base is None
+        parts = self._live.held()
+        expected = record.print_of(schema)
+        num_changed = 0
+        patch: Any
+        if held is None:
+            for _ in in_order(self._load, works(hops, schema, parts), workers=num_workers()):
+                pass
+            num_changed, patch = record.raw_bytes, self._live.stage([])
+        else:
+            patches = [p for p in in_order(lambda w: self._patch(w, fresh), works(hops, schema, parts), workers=num_workers()) if p]
+            if self._agree is None:
+                self._check_patches(patches, held.fingerprint, expected, path)
+            num_changed = sum(len(p.positions) for p in patches)
+            patch = self._live.stage(patches)
+        done = time.monotonic()
+        return Staged(
+            version=record.version, step=record.step, base_version=None if held is None else held.version, schema=record.schema, fingerprint=expected,
+            num_changed=num_changed, bytes_read=sum(hop.bytes_read for hop in hops), num_packs=sum(len(r.packs) for r in path),
+            timings_s={"plan": fetching - planning, "fetch_decode": done - fetching}, patch=patch,
+        )  # fmt: skip
+
+    def _load(self, work: TensorWork) -> None:
+        data = np.zeros(work.held.num_bytes, np.uint8)
+        advance(work, data)
+        self._live.load(work.held.spec.name, data)
+
+    def _patch(self, work: TensorWork, fresh: bool) -> TensorPatch:
+        return patch_of(work, self._live.read(work.held.spec.name), fresh=fresh)
+
+    def _check_patches(self, patches: Sequence[TensorPatch], now: Fingerprint, expected: Fingerprint, path: Sequence[Route]) -> None:
+        """O(changes): the proved fingerprint of the live weights plus what the patches add must be the version's."""
+        values = dict(now.tensors)
+        for patch in patches:
+            spec = patch.held.spec
+            lanes = patch.lanes(seeds_of(spec.name, spec.dtype, spec.shape))
+            old = values[spec.name]
+            values[spec.name] = to_hex(add((int(old[:16], 16), int(old[16:], 16)), lanes))
+        wrong = combine(values).differing(expected)
+        if wrong and path[0].base is None:
+            raise Damaged(path[-1].name.key, f"it gives other weights than its version promises: {', '.join(wrong[:3])}")
+        if wrong:
+            raise WrongBase(f"{len(wrong)} tensors would not become those of the version, first {', '.join(wrong[:3])}")
+
+    def _repair(self, held: _HeldVersion, names: Sequence[str]) -> Staged:
+        """Fetch only the cells that are wrong, from the cheapest full route and what follows it."""
+        planning = time.monotonic()
+        record = self._store.version(held.version)
+        schema = self._store.schema(record.schema)
+        path = find_path(self._store, held.version, held=None, refused=self._refused, schema=record.schema)
+        if path is None:
+            raise CorruptSnapshot(f"version {held.version} cannot be rebuilt from {self._store}: no route leads to it")
+        hops = [OpenRoute(self._store, route, whole_bytes=0) for route in path if route.packs]
+        parts, patches, num_bad = self._live.held(), [], 0
+        for tensor, spec in enumerate(schema.tensors):
+            if spec.name not in names:
+                continue
+            grid = spec.cells(schema.chunk_elements)
+            newest: dict[int, Entry] = {entry.cell: entry for hop in hops for entry in hop.entries(tensor)}
+            bad = bad_cells(parts[spec.name], self._live.read(spec.name), newest, grid)
+            num_bad += len(bad)
+            patches.append(self._mend(hops, tensor, parts[spec.name], schema, set(bad)))
+        self._count(num_repaired_cells=num_bad)
+        done = time.monotonic()
+        return Staged(
+            version=held.version, step=record.step, base_version=held.version, schema=held.schema, fingerprint=held.fingerprint,
+            num_changed=sum(len(p.positions) for p in patches), bytes_read=sum(hop.bytes_read for hop in hops),
+            num_packs=len(hops), timings_s={"repair": done - planning}, patch=self._live.stage(patches),
+        )  # fmt: skip
+
+    def _mend(self, hops: Sequence[OpenRoute], tensor: int, held: Held, schema: Schema, bad: set[int]) -> TensorPatch:
+        live = np.array(self._live.read(held.spec.name))
+        mended = np.array(live)
+        advance(work_of(hops, tensor, held, schema.chunk_elements, only=bad), mended)
+        return difference(held, live, mended)
+
+    def _check_schema(self, schema: Schema) -> Schema:
+        """The live tensors must be those of the schema: a replica of another model is a mistake to be told, not retried."""
+        mine = {name: (held.spec.dtype, held.spec.shape) for name, held in self._live.held().items()}
+        theirs = {spec.name: (spec.dtype, spec.shape) for spec in schema.tensors}
+        if self._agree is None and mine != theirs:
+            names = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+            first = names[0]
+            raise CorruptSnapshot(
+                f"{len(names)} tensors of this replica are not those of the store, first {first}: here {mine.get(first)}, "
+                f"published {theirs.get(first)}; start the replica with the model that is trained"
+            )
+        return schema
+
+    def _refuse(self, key: str, reason: str, *, mark: bool = True) -> None:
+        self._refused[key] = reason
+        marked = mark and self._store.quarantine(key, reason)
+        self._count(num_quarantined=int(mark))
+        done = "quarantined" if marked else "noted here only"
+        log.error("weights: %s is unusable (%s); %s", key, reason, done)
 
     def _stranded(self, latest: int) -> str:
-        reasons = "; ".join(f"{name}: {why}" for name, why in sorted(self._refused.items())[-3:])
-        return f"version {latest} cannot be reached from {self.version} ({reasons or 'no path'}); waiting for the next full version"
+        reasons = "; ".join(f"{key}: {why}" for key, why in sorted(self._refused.items())[-3:])
+        return f"version {latest} cannot be reached from {self.version} ({reasons or 'no path'}); waiting for the next full route"
 
     def _settle(self, latest: int, problem: str) -> None:
         self._settled = latest
@@ -289,31 +405,9 @@ class Follower:
         if news:
             log.error("weights: %s", problem)
 
-
-class _Damaged(Exception):
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"{name}: {reason}")
-        self.name = name
-        self.reason = reason
-
-
-def _prove(hop: Hop, base: _Held | None, bits: Mapping[str, Bits]) -> Fingerprint:
-    """The fingerprint of the staged bits, which must be the manifest's. What is still the held object keeps its proved value."""
-    untouched = {name for name, now in bits.items() if base is not None and now is base.bits.get(name)}
-    values = {}
-    for name, now in bits.items():
-        values[name] = base.fingerprint.tensors[name] if base and name in untouched else tensor_fingerprint(name, now.tensor())
-    found, expected = combine(values), hop.manifest.print_of()
-    wrong = found.differing(expected)
-    if untouched.intersection(wrong):
-        raise WrongBase(f"{len(wrong)} tensors the deltas did not touch are not those of version {hop.manifest.version}")
-    schema = {entry.name: (entry.dtype, entry.shape) for entry in hop.manifest.tensors}
-    if found != expected or schema != {name: (now.dtype, now.shape) for name, now in bits.items()}:
-        raise _Damaged(hop.pack.name, f"it decodes to other tensors than its manifest names: {', '.join(wrong[:3]) or 'schema differs'}")
-    return found
-
-
-def _same(old: Bits | None, new: Bits) -> bool:
-    if old is None or (old.dtype, old.shape) != (new.dtype, new.shape):
-        return False
-    return old is new or bool((old.data == new.data).all())
+    def _count(self, *, problem: str | None = None, **more: int) -> None:
+        with self._lock:
+            grown: Mapping[str, Any] = {name: getattr(self._stats, name) + by for name, by in more.items()}
+            self._stats = replace(self._stats, **grown)
+            if problem is not None:
+                self._stats = replace(self._stats, problem=problem)

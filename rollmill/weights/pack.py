@@ -1,130 +1,160 @@
-"""One pack: the coded tensors of one snapshot as one checked run of bytes; knows no store and no path.
+"""One pack: coded cells of one route and an index of them, checked as a whole and cell by cell; knows no store.
 
-    magic "RMPACK01" | u32 header length | header (MessagePack) | payloads in header order | BLAKE3 (32 bytes) of all before
+    magic "RMPACK02" | cell payloads | index (zstd of MessagePack) | u32 index length | BLAKE3 (32 bytes) of all before
 
-The digest over everything decides whether the bytes are ours, a digest per tensor whether the decoded bytes are.
+A reader of everything checks the last digest; a reader of some cells checks the index by the digest its route names and each
+payload by the eight bytes the index holds. What a cell decodes to is proved by its part of the tensor's fingerprint.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
+import zstandard
 from blake3 import blake3
 
-from rollmill.weights import codec
-from rollmill.weights.bits import Bits, dtype_of, num_bytes_of
-from rollmill.weights.codec import Coding
-from rollmill.weights.errors import CorruptSnapshot, UnknownFormat, WrongBase
+from rollmill.weights.errors import CorruptSnapshot, UnknownFormat
+from rollmill.weights.manifest import PackRef
 
-MAGIC = b"RMPACK01"
+MAGIC = b"RMPACK02"
 _LENGTH = struct.Struct("<I")
-_TRAILER_BYTES = 32
+_DIGEST_BYTES = 32
+TAIL_BYTES = _LENGTH.size + _DIGEST_BYTES
+_MAX_INDEX_BYTES = 1 << 30
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where one tensor lies in a pack; payloads follow each other in the order of the entries."""
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """One cell as it is stored."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    coding: Coding
-    num_bytes: int
-    """Length of the payload."""
-    digest: bytes
-    """BLAKE3, 16 bytes, of the decoded bytes."""
-    base_digest: bytes = b""
-    """The same of the old bytes an XOR needs; empty for the other codings."""
+    tensor: int
+    """Place of its tensor in the schema."""
+    cell: int
+    """Place of the cell in its tensor."""
+    payload: bytes | memoryview
+    num_changed: int
+    proof: int
+    """Lane 0 of the fingerprint's sum over the cell's new words."""
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the cells of a pack lie: columns of equal length, payloads in this order from the magic on."""
+
     version: int
-    base_version: int | None
-    """None: the pack holds every tensor. Otherwise it holds those that differ from that version."""
-    entries: tuple[Entry, ...]
+    base: int | None
+    schema: str
+    tensors: list[int]
+    cells: list[int]
+    lengths: list[int]
+    num_changed: list[int]
+    proofs: bytes
+    """u64 little-endian each."""
+    checks: bytes
+    """First eight bytes of each payload's BLAKE3."""
+
+    def entries(self) -> Iterator[Entry]:
+        at = len(MAGIC)
+        for i, (tensor, cell, length) in enumerate(zip(self.tensors, self.cells, self.lengths, strict=True)):
+            proof = int.from_bytes(self.proofs[8 * i : 8 * i + 8], "little")
+            yield Entry(tensor, cell, at, at + length, self.num_changed[i], proof, self.checks[8 * i : 8 * i + 8])
+            at += length
 
 
-class Pack(msgspec.Struct, frozen=True, kw_only=True):
-    """An encoded pack, ready to be written."""
+@dataclass(frozen=True, slots=True)
+class Entry:
+    tensor: int
+    cell: int
+    start: int
+    stop: int
+    num_changed: int
+    proof: int
+    check: bytes
 
-    chunks: tuple[bytes | memoryview, ...]
-    num_bytes: int
-    digest: str
-    """BLAKE3 of everything before the trailer, hex; the trailer holds the same."""
 
+@dataclass(kw_only=True)
+class PackWriter:
+    """Turns a stream of cells into a stream of bytes, so that a pack of any size passes through little memory."""
 
-def build(*, version: int, new: Mapping[str, Bits], base_version: int | None = None, old: Mapping[str, Bits] | None = None) -> Pack:
-    """A full pack of `new`, or with `old` (same names, dtypes and shapes) a pack of what changed since."""
-    assert (base_version is None) == (old is None)
-    entries: list[Entry] = []
-    payloads: list[bytes | memoryview] = []
-    for name, bits in new.items():
-        before = None if old is None else old[name].data
-        if before is not None and np.array_equal(bits.data, before):
-            continue
-        coding, payload = codec.encode(bits.data, before, bits.itemsize)
-        base_digest = _digest(before) if before is not None and coding is Coding.XOR else b""
-        payloads.append(payload)
-        entries.append(
-            Entry(
-                name=name, dtype=bits.dtype, shape=bits.shape, coding=coding,
-                num_bytes=len(payload), digest=_digest(bits.data), base_digest=base_digest,
-            )
+    key: str
+    version: int
+    base: int | None
+    schema: str
+    num_changed: int = 0
+    ref: PackRef | None = None
+    """Known when `stream` has ended."""
+    _columns: tuple[list[int], list[int], list[int], list[int]] = field(default_factory=lambda: ([], [], [], []))
+
+    def stream(self, cells: Iterable[Coded]) -> Iterator[bytes | memoryview]:
+        hasher, num_bytes = blake3(MAGIC), len(MAGIC)
+        yield MAGIC
+        tensors, places, lengths, changed = self._columns
+        proofs, checks = bytearray(), bytearray()
+        for cell in cells:
+            tensors.append(cell.tensor)
+            places.append(cell.cell)
+            lengths.append(len(cell.payload))
+            changed.append(cell.num_changed)
+            proofs += cell.proof.to_bytes(8, "little")
+            checks += payload_check(cell.payload)
+            hasher.update(cell.payload)
+            num_bytes += len(cell.payload)
+            self.num_changed += cell.num_changed
+            yield cell.payload
+        index = Index(
+            version=self.version, base=self.base, schema=self.schema, tensors=tensors, cells=places,
+            lengths=lengths, num_changed=changed, proofs=bytes(proofs), checks=bytes(checks),
         )  # fmt: skip
-    header = msgspec.msgpack.encode(Header(version=version, base_version=base_version, entries=tuple(entries)))
-    chunks = [MAGIC + _LENGTH.pack(len(header)) + header, *payloads]
-    hasher = blake3()
-    for chunk in chunks:
-        hasher.update(chunk)
-    chunks.append(hasher.digest())
-    return Pack(chunks=tuple(chunks), num_bytes=sum(len(chunk) for chunk in chunks), digest=hasher.hexdigest())
+        tail = zstandard.ZstdCompressor(level=3).compress(msgspec.msgpack.encode(index))
+        hasher.update(tail)
+        hasher.update(_LENGTH.pack(len(tail)))
+        yield tail + _LENGTH.pack(len(tail)) + hasher.digest()
+        self.ref = PackRef(
+            key=self.key, num_bytes=num_bytes + len(tail) + TAIL_BYTES, digest=hasher.hexdigest(),
+            index_bytes=len(tail), index_digest=blake3(tail).hexdigest(),
+        )  # fmt: skip
 
 
-def check(data: bytes, digest: str) -> None:
-    """Refuse `data` unless it is, to the byte, the pack with this digest."""
-    if len(data) < len(MAGIC) + _LENGTH.size + _TRAILER_BYTES or not data.startswith(MAGIC):
-        raise CorruptSnapshot(f"{len(data)} bytes that do not begin as a pack")
-    found = blake3(memoryview(data)[:-_TRAILER_BYTES]).digest()
-    if found != data[-_TRAILER_BYTES:] or found.hex() != digest:
-        raise CorruptSnapshot(f"BLAKE3 of the bytes is {found.hex()[:16]}, published was {digest[:16]}")
+def payload_check(payload: bytes | memoryview) -> bytes:
+    return blake3(payload).digest(length=8)
 
 
-def read(data: bytes, *, digest: str, old: Mapping[str, Bits]) -> tuple[Header, dict[str, Bits]]:
-    """The tensors a pack carries, decoded on top of `old`, each proved by its digest."""
-    check(data, digest)
-    body = len(MAGIC) + _LENGTH.size
-    (length,) = _LENGTH.unpack_from(data, len(MAGIC))
-    view = memoryview(data)[body:-_TRAILER_BYTES]
+def check_whole(data: bytes | memoryview, ref: PackRef) -> None:
+    """Refuse `data` unless it is, to the byte, the pack that `ref` names."""
+    view = memoryview(data)
+    if len(view) != ref.num_bytes or bytes(view[: len(MAGIC)]) != MAGIC:
+        raise CorruptSnapshot(f"{ref.key}: {len(view)} bytes that do not begin as a pack of {ref.num_bytes}")
+    found = blake3(view[:-_DIGEST_BYTES]).digest()
+    if found != bytes(view[-_DIGEST_BYTES:]) or found.hex() != ref.digest:
+        raise CorruptSnapshot(f"{ref.key}: BLAKE3 of the bytes is {found.hex()[:16]}, published was {ref.digest[:16]}")
+
+
+def index_range(ref: PackRef) -> tuple[int, int]:
+    """Where the index of a pack lies."""
+    stop = ref.num_bytes - TAIL_BYTES
+    return stop - ref.index_bytes, stop
+
+
+def read_index(tail: bytes | memoryview, ref: PackRef) -> Index:
+    """The index out of the bytes at `index_range`."""
+    if blake3(tail).hexdigest() != ref.index_digest:
+        raise CorruptSnapshot(f"{ref.key}: its index is not the one that was published")
     try:
-        header = msgspec.msgpack.decode(view[:length], type=Header)
+        plain = zstandard.ZstdDecompressor().decompress(tail, max_output_size=_MAX_INDEX_BYTES)
+        index = msgspec.msgpack.decode(plain, type=Index)
+    except zstandard.ZstdError as error:
+        raise CorruptSnapshot(f"{ref.key}: its index cannot be unpacked: {error}") from error
     except msgspec.MsgspecError as error:
-        raise UnknownFormat(f"the header of the pack is of another form: {error}; read it with the Rollmill that wrote it") from error
-    if any(entry.num_bytes < 0 for entry in header.entries) or length + sum(entry.num_bytes for entry in header.entries) != len(view):
-        raise CorruptSnapshot("the payloads do not fill the pack")
-    at, decoded = length, {}
-    for entry in header.entries:
-        decoded[entry.name] = _decode(entry, view[at : at + entry.num_bytes], old.get(entry.name))
-        at += entry.num_bytes
-    return header, decoded
+        raise UnknownFormat(f"{ref.key}: its index is of another form: {error}; read it with the Rollmill that wrote it") from error
+    columns = (index.tensors, index.cells, index.lengths, index.num_changed, index.proofs[::8], index.checks[::8])
+    fills = len(MAGIC) + sum(index.lengths) == index_range(ref)[0]
+    if len({len(column) for column in columns}) != 1 or min(index.lengths, default=0) < 0 or not fills:
+        raise CorruptSnapshot(f"{ref.key}: its index does not fit its payloads")
+    return index
 
 
-def _decode(entry: Entry, payload: memoryview, old: Bits | None) -> Bits:
-    if entry.coding is Coding.XOR and not _fits(entry, old):
-        raise WrongBase(f"{entry.name}: the held bytes are not those this delta was made from")
-    data = codec.decode(
-        entry.coding, payload, num_bytes=num_bytes_of(entry.dtype, entry.shape),
-        itemsize=dtype_of(entry.dtype).itemsize, old=None if old is None else old.data,
-    )  # fmt: skip
-    if _digest(data) != entry.digest:
-        raise CorruptSnapshot(f"{entry.name}: the decoded bytes are not those that were published")
-    return Bits(dtype=entry.dtype, shape=entry.shape, data=data)
-
-
-def _fits(entry: Entry, old: Bits | None) -> bool:
-    return old is not None and (old.dtype, old.shape) == (entry.dtype, entry.shape) and _digest(old.data) == entry.base_digest
-
-
-def _digest(data: np.ndarray) -> bytes:
-    return blake3(data.data).digest(length=16)
+def check_payload(payload: bytes | memoryview, entry: Entry, key: str) -> None:
+    if payload_check(payload) != entry.check:
+        raise CorruptSnapshot(f"{key}: cell {entry.cell} of tensor {entry.tensor} is not the one that was published")

@@ -1,37 +1,41 @@
-"""The pure choice of which packs take a replica from the version it holds to the newest one it can reach; reads nothing."""
+"""The pure choice of the routes that take a replica from the version it holds to a target; reads nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
 
-from rollmill.weights.manifest import Manifest, PackRef
+from rollmill.weights.manifest import RouteName
 
-
-@dataclass(frozen=True, kw_only=True)
-class Hop:
-    manifest: Manifest
-    pack: PackRef
+# What one more hop costs beside its bytes: a round trip to the store is about as long as this many bytes at 100 MB/s.
+HOP_BYTES = 1 << 20
 
 
-def plan(manifests: Iterable[Manifest], *, held: int | None, refused: Container[str]) -> list[Hop]:
-    """The cheapest path in bytes to the newest version that can be reached past `held`; empty when there is none.
+def plan(
+    routes: Iterable[RouteName], *, held: int | None, target: int, refused: Container[str] = (), hop_bytes: int = HOP_BYTES
+) -> list[RouteName] | None:
+    """The cheapest path to `target`; [] when it is held, None when there is none.
 
-    `refused` names packs that must not be used. A delta can start at `held`, a full pack needs nothing.
+    `refused` names routes that must not be used. A delta can start at `held`, a full route needs nothing.
     """
-    # A base is always older than what is built on it, so one pass in ascending order settles every version.
-    reached: dict[int | None, tuple[int, list[Hop]]] = {None: (0, [])}
-    if held is not None:
-        reached[held] = (0, [])
-    for manifest in sorted(manifests, key=lambda m: m.version):
-        ways = [
-            (reached[pack.base_version][0] + pack.num_bytes, [*reached[pack.base_version][1], Hop(manifest=manifest, pack=pack)])
-            for pack in manifest.packs
-            if pack.name not in refused and pack.base_version in reached
-        ]
-        if ways and manifest.version != held:
-            reached[manifest.version] = min(ways, key=lambda way: way[0])
-    newest = max((version for version in reached if version is not None), default=None)
-    if newest is None or (held is not None and newest <= held):
+    if held == target:
         return []
-    return reached[newest][1]
+    # A base is always older than what is built on it, so one pass in ascending order settles every version.
+    cost: dict[int | None, int] = {None: 0}
+    if held is not None:
+        cost[held] = 0
+    by_version: dict[int, list[RouteName]] = {}
+    for route in routes:
+        if route.key not in refused and route.version <= target and (route.base is None or route.base < route.version):
+            by_version.setdefault(route.version, []).append(route)
+    last: dict[int, RouteName] = {}
+    for version in sorted(by_version):
+        ways = [route for route in by_version[version] if route.base in cost]
+        if ways and version != held:
+            last[version] = min(ways, key=lambda route: cost[route.base] + route.num_bytes)
+            cost[version] = cost[last[version].base] + last[version].num_bytes + hop_bytes
+    if target not in last:
+        return None
+    path = [last[target]]
+    while (base := path[-1].base) is not None and base != held:
+        path.append(last[base])
+    return path[::-1]

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
 
+import numpy as np
 import torch
 
-from rollmill.weights import pack as packing
-from rollmill.weights.bits import Bits, snapshot_bits
+from rollmill.weights.bits import copied_bytes, dtype_name
+from rollmill.weights.encode import commit, write_part
 from rollmill.weights.errors import CorruptSnapshot, PublishFailed
-from rollmill.weights.fingerprint import Fingerprint, fingerprint
-from rollmill.weights.manifest import Kind, Manifest, PackRef, TensorEntry
-from rollmill.weights.store import SnapshotStore, version_in
+from rollmill.weights.manifest import Kind, Route, Version
+from rollmill.weights.proof import Fingerprint, fingerprint
+from rollmill.weights.reader import materialise
+from rollmill.weights.schema import Schema, make_schema
+from rollmill.weights.shard import all_of
+from rollmill.weights.store import WeightStore
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,15 +34,20 @@ class Published:
     version: int
     step: int
     kind: Kind
+    """FULL when every replica must read everything, DELTA otherwise."""
     num_bytes: int
-    """Bytes written to the store, all packs of the version."""
+    """Bytes of packs written to the store."""
     delta_bytes: int | None
     """Bytes that a replica holding the version before has to read; None without a delta."""
     full_bytes: int
     """Bytes of all tensors in the serving dtype, uncompressed."""
+    num_changed: int
+    """Elements that differ from the version before."""
     fingerprint: Fingerprint
     encode_s: float
+    """Coding and writing packs, which overlap."""
     write_s: float
+    """Writing route, version and pointer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,34 +70,45 @@ class PublisherStats:
 class _Job:
     version: int
     step: int
-    snapshot: dict[str, Bits]
+    schema: Schema
+    data: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Base:
+    version: int
+    schema: Schema
+    data: dict[str, np.ndarray]
 
 
 class Publisher:
     """Publishes what it is given, in order; one snapshot may be in work and one may wait.
 
-    With `anchor_every` N at least one version in N has a full pack, which is where late replicas start.
+    The first version is full, every other one a delta on the version before; folds and anchors are the compactor's work. Only when a
+    replica has found damage since the last full route does the publisher add one, since it alone can still vouch for the bytes.
     """
 
     def __init__(
         self,
-        store: SnapshotStore,
+        store: WeightStore,
         *,
         run_id: str,
-        anchor_every: int = 16,
         on_published: Callable[[Published], None] = lambda published: None,
+        row_cuts: Mapping[str, tuple[int, ...]] | None = None,
+        col_cuts: Mapping[str, tuple[int, ...]] | None = None,
+        quantiser: str = "",
     ) -> None:
-        if anchor_every < 1:
-            raise ValueError(f"anchor_every is {anchor_every}; it counts versions, so give 1 (every version full) or more")
         self._store = store
         self._run_id = run_id
-        self._anchor_every = anchor_every
+        self._writer = f"{socket.gethostname()}-{os.getpid()}"
         self._on_published = on_published
-        self._latest = store.latest()
-        self._base: tuple[Manifest, dict[str, Bits]] | None = None
-        self._anchor: tuple[int, int] = (-1, 0)
-        """(version, bytes) of the newest full pack this publisher knows."""
-        self._num_since_anchor = 0
+        self._row_cuts, self._col_cuts = row_cuts, col_cuts
+        self._quantiser = quantiser
+        pointer = store.latest()
+        self._latest = None if pointer is None else pointer.version
+        self._epoch = 0 if pointer is None else pointer.epoch
+        self._base: _Base | None = None
+        self._num_damaged = len(store.quarantined())
         self._changed = threading.Condition()
         self._pending: _Job | None = None
         self._busy = False
@@ -106,23 +131,31 @@ class Publisher:
                 if self._closed:
                     raise ValueError("this publisher is closed; make a new one to publish more")
             # Copied and numbered outside the lock, so that the thread can finish its work meanwhile.
-            snapshot = snapshot_bits(tensors)
+            schema = self._schema(tensors)
+            data = {name: copied_bytes(tensor) for name, tensor in tensors.items()}
             version = self._store.reserve()
             with self._changed:
                 self._raise_error()
-                self._pending = _Job(version=version, step=step, snapshot=snapshot)
+                self._pending = _Job(version=version, step=step, schema=schema, data=data)
                 self._changed.notify_all()
             return version
 
     def resume(self, tensors: Mapping[str, torch.Tensor], *, step: int, timeout_s: float = 600.0) -> int:
-        """The version of these weights: that of `latest` when they are the same bits, otherwise a new full one, durable on return."""
+        """The version of these weights: that of `latest` when they are the same bits, otherwise a new one, durable on return.
+
+        A new one begins a new epoch: whatever was published after the trainer's checkpoint is history that nobody continues.
+        """
         assert self._base is None and self._stats.num_pending == 0, "resume comes before the first submit"
-        if (manifest := self._latest_manifest()) is not None:
-            found, snapshot = fingerprint(tensors), snapshot_bits(tensors)
-            if set(manifest.tensors) == set(_entries(snapshot, found)):
-                self._base = (manifest, snapshot)
-                self._find_anchor(manifest)
-                return manifest.version
+        record = self._latest_record()
+        if record is not None:
+            schema = self._schema(tensors)
+            if record.schema == schema.digest and record.fingerprint == fingerprint(tensors).total:
+                data = {name: copied_bytes(tensor) for name, tensor in tensors.items()}
+                self._base = _Base(version=record.version, schema=schema, data=data)
+                return record.version
+            self._base = self._rebuilt(record, schema)
+        if self._latest is not None:
+            self._epoch += 1
         version = self.submit(tensors, step=step, timeout_s=timeout_s)
         self.flush(timeout_s)
         return version
@@ -160,7 +193,7 @@ class Publisher:
 
     def _await(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
         if not self._changed.wait_for(lambda: self._error is not None or condition(), timeout_s):
-            raise TimeoutError(f"waited {timeout_s:.0f} s for {what}; the store is slow or gone: see its disk or mount")
+            raise TimeoutError(f"waited {timeout_s:.0f} s for {what}; the store {self._store} is slow or gone: see its disk or network")
         self._raise_error()
 
     def _raise_error(self) -> None:
@@ -187,85 +220,73 @@ class Publisher:
                 self._changed.notify_all()
 
     def _publish(self, job: _Job) -> None:
-        start = time.monotonic()
-        found = fingerprint({name: bits.tensor() for name, bits in job.snapshot.items()})
-        packs = self._encode(job)
-        encoded = time.monotonic()
-        for name, _, pack in packs:
-            self._store.put_pack(name, pack.chunks)
-        refs = tuple(PackRef(name=name, base_version=base, num_bytes=pack.num_bytes, digest=pack.digest) for name, base, pack in packs)
-        full = next((ref for ref in refs if ref.base_version is None), None)
-        delta = next((ref for ref in refs if ref.base_version is not None), None)
-        manifest = Manifest(
-            version=job.version,
-            kind=Kind.DELTA if full is None else Kind.FULL,
-            base_version=None if delta is None else delta.base_version,
-            previous=self._latest,
-            packs=refs,
-            fingerprint=found.total,
-            tensors=_entries(job.snapshot, found),
-            raw_bytes=sum(bits.data.size for bits in job.snapshot.values()),
-            step=job.step,
-            run_id=self._run_id,
-            created=time.time(),
-        )
-        self._store.publish(manifest, expected=self._latest)
-        written = time.monotonic()
-        self._latest, self._base = job.version, (manifest, job.snapshot)
-        self._num_since_anchor = 1 if full else self._num_since_anchor + 1
-        self._anchor = (job.version, full.num_bytes) if full else self._anchor
+        base = self._base if self._base is not None and self._base.schema == job.schema else None
+        kind = Kind.FULL if base is None else Kind.DELTA
+        held = all_of(job.schema)
+        part = write_part(
+            self._store, job.schema, kind=kind, version=job.version, base=None if base is None else base.version,
+            held=held, new=job.data, old=None if base is None else base.data,
+        )  # fmt: skip
+        num_bytes, committing = part.pack.num_bytes, time.monotonic()
+        if base is not None and self._is_damaged():
+            num_bytes += self._add_full(job)
+        record = commit(
+            self._store, job.schema, [part], kind=kind, version=job.version, base=None if base is None else base.version,
+            expected=self._latest, step=job.step, run_id=self._run_id, writer=self._writer, epoch=self._epoch,
+        )  # fmt: skip
+        self._latest, self._base = job.version, _Base(version=job.version, schema=job.schema, data=job.data)
         published = Published(
             version=job.version,
             step=job.step,
-            kind=manifest.kind,
-            num_bytes=sum(ref.num_bytes for ref in refs),
-            delta_bytes=None if delta is None else delta.num_bytes,
-            full_bytes=manifest.raw_bytes,
-            fingerprint=found,
-            encode_s=encoded - start,
-            write_s=written - encoded,
+            kind=kind,
+            num_bytes=num_bytes,
+            delta_bytes=None if base is None else part.pack.num_bytes,
+            full_bytes=record.raw_bytes,
+            num_changed=record.num_changed,
+            fingerprint=record.print_of(job.schema),
+            encode_s=part.encode_s,
+            write_s=time.monotonic() - committing,
         )
         self._count(published)
         self._on_published(published)
 
-    def _encode(self, job: _Job) -> list[tuple[str, int | None, packing.Pack]]:
-        """The packs of one version: a delta where there is a base it fits, and a full pack where one is due."""
-        delta: tuple[str, int | None, packing.Pack] | None = None
-        if self._base is not None and _same_schema(self._base[1], job.snapshot):
-            base = self._base[0].version
-            pack = packing.build(version=job.version, new=job.snapshot, base_version=base, old=self._base[1])
-            delta = (f"v{job.version:08d}.delta", base, pack)
-            if not self._anchor_due() and pack.num_bytes < self._anchor[1]:
-                return [delta]
-        full = (f"v{job.version:08d}.full", None, packing.build(version=job.version, new=job.snapshot))
-        # A replica that is up to date reads the anchor's delta; only late ones pay for the full pack.
-        return [delta, full] if delta is not None and delta[2].num_bytes < full[2].num_bytes else [full]
+    def _add_full(self, job: _Job) -> int:
+        """A second route to the same version, for replicas that damage has cut off."""
+        part = write_part(
+            self._store, job.schema, kind=Kind.FULL, version=job.version, base=None, held=all_of(job.schema), new=job.data, old=None
+        )
+        route = Route(
+            kind=Kind.FULL, version=job.version, base=None, schema=job.schema.digest, packs=(part.pack,),
+            writer=self._writer, created=time.time(),
+        )  # fmt: skip
+        self._store.add_route(route)
+        return part.pack.num_bytes
 
-    def _anchor_due(self) -> bool:
-        """Every N versions, and at once when a replica found damage since the last anchor: it can only go on from a new one."""
-        damaged = any(version_in(name) >= self._anchor[0] for name in self._store.quarantined())
-        return damaged or self._num_since_anchor >= self._anchor_every
+    def _is_damaged(self) -> bool:
+        before, self._num_damaged = self._num_damaged, len(self._store.quarantined())
+        return self._num_damaged > before
 
-    def _latest_manifest(self) -> Manifest | None:
+    def _schema(self, tensors: Mapping[str, torch.Tensor]) -> Schema:
+        triples = ((name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items())
+        return make_schema(triples, row_cuts=self._row_cuts, col_cuts=self._col_cuts, quantiser=self._quantiser)
+
+    def _latest_record(self) -> Version | None:
         try:
-            return None if self._latest is None else self._store.manifest(self._latest)
+            return None if self._latest is None else self._store.version(self._latest)
         except CorruptSnapshot:
             # Nobody can tell any more what that version was, so these weights get a number of their own.
             return None
 
-    def _find_anchor(self, manifest: Manifest) -> None:
-        """Where the chain of an adopted version starts; an unreadable chain makes the next version an anchor."""
-        self._num_since_anchor = 1
+    def _rebuilt(self, record: Version, schema: Schema) -> _Base | None:
+        """The published bytes of a version, so that replicas need only the difference to other weights."""
+        if record.schema != schema.digest:
+            return None
         try:
-            while (full := manifest.full_pack()) is None and manifest.previous is not None and self._num_since_anchor < self._anchor_every:
-                manifest = self._store.manifest(manifest.previous)
-                self._num_since_anchor += 1
-        except CorruptSnapshot:
-            full = None
-        if full is None:
-            self._num_since_anchor = self._anchor_every
-        else:
-            self._anchor = (manifest.version, full.num_bytes)
+            _, _, data = materialise(self._store, record.version)
+        except CorruptSnapshot as error:
+            log.warning("version %d cannot be rebuilt (%s); the next version is a full one", record.version, error)
+            return None
+        return _Base(version=record.version, schema=schema, data=data)
 
     def _count(self, published: Published) -> None:
         with self._changed:
@@ -279,13 +300,3 @@ class Publisher:
                 encode_s=now.encode_s + published.encode_s,
                 write_s=now.write_s + published.write_s,
             )
-
-
-def _entries(snapshot: Mapping[str, Bits], found: Fingerprint) -> tuple[TensorEntry, ...]:
-    return tuple(
-        TensorEntry(name=name, dtype=bits.dtype, shape=bits.shape, fingerprint=found.tensors[name]) for name, bits in snapshot.items()
-    )
-
-
-def _same_schema(old: Mapping[str, Bits], new: Mapping[str, Bits]) -> bool:
-    return old.keys() == new.keys() and all((old[name].dtype, old[name].shape) == (bits.dtype, bits.shape) for name, bits in new.items())

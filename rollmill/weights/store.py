@@ -1,229 +1,246 @@
-"""The seam between trainer and replicas: immutable packs and manifests, and one `latest` that only moves forward.
+"""The seam between trainer and replicas: immutable packs, routes and versions, and one `latest` that moves by compare-and-swap.
 
-Bytes are durable before the manifest, the manifest before the pointer; a number once reserved is never given out again.
-Knows nothing of tensors: it moves bytes and sealed records.
+Packs are durable before their route, the route before its version, the version before the pointer; a number once reserved is
+never given out again. Knows nothing of tensors: it moves bytes and sealed records over any `Objects`.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
+import functools
 import os
-import re
-import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import IO, Protocol
+from collections.abc import Iterable, Iterator, Sequence
 
-from rollmill.weights.errors import CorruptSnapshot, LatestMoved, UnknownFormat
-from rollmill.weights.manifest import MANIFEST_SCHEMA, Manifest, Pointer, seal, unseal
+import msgspec
 
-_NUMBER = re.compile(r"v(\d{8,})\.")
-_LOCK_TIMEOUT_S = 60.0
-_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
+from rollmill.weights.errors import CorruptSnapshot, LatestMoved
+from rollmill.weights.manifest import (
+    Lease,
+    PackRef,
+    Pointer,
+    Quarantine,
+    Record,
+    Route,
+    RouteName,
+    Tag,
+    Tombstone,
+    Version,
+    check_name,
+    route_in,
+    schema_key,
+    seal,
+    unseal,
+    version_in,
+    version_key,
+)
+from rollmill.weights.objects import ObjectMissing, Objects, ReadOnly, SwapLost, open_objects
+from rollmill.weights.pack import Coded, PackWriter
+from rollmill.weights.schema import Schema
+
+LATEST, RESERVED = "latest.json", "reserved.json"
+_RESERVE_TRIES = 100
 
 
-class SnapshotStore(Protocol):
-    """What a publisher, a follower and the checks need. Names of packs and manifests are those of the manifest records."""
+def open_store(where: str | os.PathLike[str]) -> WeightStore:
+    """A directory, or a bucket as `s3://bucket/prefix?endpoint=...`; made on first use."""
+    return WeightStore(open_objects(where))
 
-    def latest(self) -> int | None:
-        """The version replicas should move to; None before the first. Raises CorruptSnapshot."""
 
-    def versions(self) -> list[int]:
-        """Every version with a manifest, ascending, whether or not `latest` ever pointed at it."""
+class WeightStore:
+    """What a publisher, a replica and the operations need, in terms of records."""
 
-    def manifest(self, version: int) -> Manifest:
-        """Raises CorruptSnapshot when it is missing or damaged, UnknownFormat when it is too new."""
+    def __init__(self, objects: Objects) -> None:
+        self.objects = objects
+        self._schema = functools.lru_cache(maxsize=16)(self._read_schema)
 
-    def read_pack(self, name: str) -> bytes:
-        """The bytes as they lie there, not yet checked. Raises CorruptSnapshot when the pack is missing."""
+    def __str__(self) -> str:
+        return self.objects.describe()
+
+    # What is published.
+
+    def latest(self) -> Pointer | None:
+        """The version replicas should move to; None before the first."""
+        return self._pointer(LATEST)[0]
+
+    def version(self, version: int) -> Version:
+        found = self._read(version_key(version), Version)
+        if found.version != version:
+            raise CorruptSnapshot(f"{version_key(version)} in {self} describes version {found.version}")
+        return found
+
+    def versions(self, *, after: int = -1) -> list[int]:
+        """Every version with a record, ascending, whether or not `latest` ever pointed at it."""
+        keys = self.objects.list("versions/", after=version_key(after) if after >= 0 else "")
+        return sorted(number for key in keys if (number := version_in(key)) is not None)
+
+    def lineage(self, *, start: int | None = None) -> Iterator[Version]:
+        """From `start` (or latest) back through everything that was ever served."""
+        pointer = self.latest() if start is None else None
+        at = start if start is not None else (pointer.version if pointer else None)
+        while at is not None:
+            found = self.version(at)
+            yield found
+            if found.previous is not None and found.previous >= at:
+                raise CorruptSnapshot(f"version {at} in {self} claims to follow version {found.previous}")
+            at = found.previous
+
+    def schema(self, digest: str) -> Schema:
+        return self._schema(digest)
+
+    def routes(self, *, after: int = -1) -> list[RouteName]:
+        """Ways to versions past `after`, from one listing; what a route holds is read only when it is taken."""
+        keys = self.objects.list("routes/", after=f"routes/{after + 1:08d}" if after >= 0 else "")
+        return [name for key in keys if (name := route_in(key)) is not None]
+
+    def route(self, name: RouteName) -> Route:
+        found = self._read(name.key, Route)
+        if found.name != name:
+            raise CorruptSnapshot(f"{name.key} in {self} describes another route")
+        return found
+
+    # Publishing.
 
     def reserve(self) -> int:
         """A version number that nobody was given before or will be given again."""
+        for _ in range(_RESERVE_TRIES):
+            try:
+                pointer, tag = self._pointer(RESERVED)
+                number = self._highest_trace() if pointer is None else pointer.version
+            except CorruptSnapshot:
+                # Lost with its disk block: every number that left a trace counts as given out.
+                number, tag = self._highest_trace(), self.objects.get(RESERVED)[1]
+            try:
+                self.objects.swap(RESERVED, seal(Pointer(version=number + 1)), expected=tag)
+            except SwapLost:
+                continue
+            return number + 1
+        raise LatestMoved(f"no version number could be reserved in {self} in {_RESERVE_TRIES} tries; too many writers share it")
 
-    def put_pack(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
+    def put_schema(self, schema: Schema) -> None:
+        self.objects.create(schema_key(schema.digest), seal(schema))
+
+    def put_pack(self, writer: PackWriter, cells: Iterable[Coded]) -> PackRef:
         """Durable when it returns."""
+        self.objects.put(writer.key, writer.stream(cells))
+        assert writer.ref is not None, "the stream was read to its end"
+        return writer.ref
 
-    def publish(self, manifest: Manifest, *, expected: int | None) -> None:
-        """Write the manifest, then move `latest` from `expected` to it. Raises LatestMoved when it is elsewhere."""
+    def add_route(self, route: Route) -> None:
+        """Make one more way known; the packs must be there. Writing the same route again changes nothing."""
+        self.objects.put(route.name.key, [seal(route)])
 
-    def quarantine(self, name: str, reason: str) -> bool:
-        """Take a pack or manifest out of use for everybody; False when this process may not write here."""
-
-    def quarantined(self) -> dict[str, str]:
-        """name -> reason."""
-
-
-class DirectoryStore:
-    """A store in one directory, safe among the processes of one machine."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        for folder in ("packs", "manifests", "quarantine"):
-            (self.path / folder).mkdir(parents=True, exist_ok=True)
-        self._swept = False
-
-    def latest(self) -> int | None:
+    def publish(self, version: Version, *, expected: int | None) -> None:
+        """Write the version, then move `latest` from `expected` to it. Raises LatestMoved when it is elsewhere."""
+        pointer, tag = self._pointer(LATEST)
+        current = None if pointer is None else pointer.version
+        if current != expected:
+            raise LatestMoved(self._moved(version.version, current, expected))
+        assert current is None or version.version > current, "versions only grow"
+        if not self.objects.create(version.key, seal(version)):
+            raise LatestMoved(f"version {version.version} was already published in {self} by another writer")
         try:
-            data = (self.path / "latest").read_bytes()
-        except FileNotFoundError:
-            return None
-        hint = f"{self.path / 'latest'} (delete it: the next publisher points it at a new full version)"
-        return unseal(data, Pointer, hint).version
+            self.objects.swap(LATEST, seal(Pointer(version=version.version, epoch=version.epoch)), expected=tag)
+        except SwapLost as lost:
+            now = self._pointer(LATEST)[0]
+            raise LatestMoved(self._moved(version.version, None if now is None else now.version, expected)) from lost
 
-    def versions(self) -> list[int]:
-        return sorted(_numbers(self.path / "manifests"))
+    # What must not be used.
 
-    def manifest(self, version: int) -> Manifest:
-        path = self.path / "manifests" / f"v{version:08d}.json"
+    def quarantine(self, target: str, reason: str) -> bool:
+        """Take an object out of use for everybody; False when this process may not write here."""
+        record = Quarantine(target=target, reason=reason, created=time.time())
         try:
-            found = unseal(path.read_bytes(), Manifest, str(path))
-        except FileNotFoundError as error:
-            raise CorruptSnapshot(f"{path} is missing") from error
-        if found.version != version:
-            raise CorruptSnapshot(f"{path} describes version {found.version}")
-        if found.schema != MANIFEST_SCHEMA:
-            raise UnknownFormat(f"{path} has schema {found.schema}, this Rollmill reads {MANIFEST_SCHEMA}; use the one that wrote it")
-        return found
-
-    def read_pack(self, name: str) -> bytes:
-        path = self.path / "packs" / _plain(name)
-        try:
-            return path.read_bytes()
-        except FileNotFoundError as error:
-            raise CorruptSnapshot(f"{path} is missing") from error
-
-    def reserve(self) -> int:
-        with self._lock():
-            self._sweep()
-            version = self._highest_reserved() + 1
-            _write_durably(self.path / "reserved", [seal(Pointer(version=version))])
-            return version
-
-    def put_pack(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
-        _write_durably(self.path / "packs" / _plain(name), chunks)
-
-    def publish(self, manifest: Manifest, *, expected: int | None) -> None:
-        with self._lock():
-            current = self.latest()
-            if current != expected:
-                raise LatestMoved(
-                    f"cannot publish version {manifest.version}: latest is {current}, this publisher had left it at {expected}; "
-                    f"two trainers write to {self.path}: stop one of them or give it another store"
-                )
-            assert current is None or manifest.version > current, "versions only grow"
-            path = self.path / "manifests" / manifest.file_name
-            assert not path.exists(), "a reserved number is published at most once"
-            for pack in manifest.packs:
-                assert (self.path / "packs" / pack.name).stat().st_size == pack.num_bytes, "bytes first, manifest second"
-            _write_durably(path, [seal(manifest)])
-            _write_durably(self.path / "latest", [seal(Pointer(version=manifest.version))])
-
-    def quarantine(self, name: str, reason: str) -> bool:
-        folder = "manifests" if name.endswith(".json") else "packs"
-        try:
-            # The reason first: a pack that vanished without one would look like a loss.
-            _write_durably(self.path / "quarantine" / f"{_plain(name)}.why", [reason.encode()])
-            with suppress(FileNotFoundError):
-                os.replace(self.path / folder / name, self.path / "quarantine" / name)
-        except OSError as error:
-            if error.errno in _READ_ONLY:
-                return False
-            raise
+            self.objects.put(record.key, [seal(record)])
+        except ReadOnly:
+            return False
         return True
 
+    def release(self, target: str) -> None:
+        self.objects.delete([Quarantine(target=target, reason="", created=0.0).key])
+
     def quarantined(self) -> dict[str, str]:
-        folder = self.path / "quarantine"
-        return {path.stem: path.read_text(errors="replace") for path in sorted(folder.glob("v*.why")) if _NUMBER.match(path.name)}
+        """key -> reason."""
+        return {record.target: record.reason for record in self._all("quarantine/", Quarantine)}
 
-    def _highest_reserved(self) -> int:
+    # Who uses what.
+
+    def renew(self, lease: Lease) -> None:
+        check_name(lease.replica, "replica name")
+        self.objects.put(lease.key, [seal(lease)])
+
+    def leases(self) -> list[Lease]:
+        """All of them, also the expired ones; a damaged one is no lease."""
+        return self._all("leases/", Lease)
+
+    def tag(self, tag: Tag) -> None:
+        check_name(tag.name, "tag")
+        self.objects.put(tag.key, [seal(tag)])
+
+    def untag(self, name: str) -> None:
+        self.objects.delete([f"tags/{check_name(name, 'tag')}.json"])
+
+    def tags(self) -> list[Tag]:
+        return self._all("tags/", Tag)
+
+    def tombstones(self) -> list[Tombstone]:
+        return self._all("tombstones/", Tombstone)
+
+    def _all(self, prefix: str, kind: type[Record]) -> list[Record]:
+        found = []
+        for key in self.objects.list(prefix):
+            try:
+                found.append(self._read(key, kind))
+            except CorruptSnapshot:
+                # Gone between listing and reading, or torn; the check of the store names the second.
+                continue
+        return found
+
+    def _read(self, key: str, kind: type[Record]) -> Record:
         try:
-            return unseal((self.path / "reserved").read_bytes(), Pointer, "reserved").version
-        except (FileNotFoundError, CorruptSnapshot):
-            # Lost with its disk block, or a new store: every number that left a trace counts as given out.
-            folders = (self.path / folder for folder in ("packs", "manifests", "quarantine"))
-            return max((number for folder in folders for number in _numbers(folder)), default=-1)
+            data, _ = self.objects.get(key)
+        except ObjectMissing as missing:
+            raise CorruptSnapshot(f"{key} is missing in {self}") from missing
+        return unseal(data, kind, f"{key} in {self}")
 
-    def _sweep(self) -> None:
-        """Remove what killed writers left half-written; a living writer holds a lock on its file."""
-        if self._swept:
-            return
-        for folder in ("packs", "manifests", "quarantine", "."):
-            for path in (self.path / folder).glob("*.tmp"):
-                with suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink(missing_ok=True)
-        self._swept = True
+    def _read_schema(self, digest: str) -> Schema:
+        found = self._read(schema_key(digest), Schema)
+        if found.digest != digest:
+            raise CorruptSnapshot(f"{schema_key(digest)} in {self} holds another schema")
+        return found
 
-    @contextmanager
-    def _lock(self) -> Iterator[None]:
-        """One writer of `reserved` and `latest` at a time; the kernel frees it when its holder dies."""
-        deadline = time.monotonic() + _LOCK_TIMEOUT_S
-        with (self.path / "lock").open("a") as file:
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(
-                            f"{self.path / 'lock'} was held by another process for {_LOCK_TIMEOUT_S:.0f} s; find it with `fuser` and end it"
-                        ) from None
-                    time.sleep(0.005)
-            yield
+    def _pointer(self, key: str) -> tuple[Pointer | None, str | None]:
+        try:
+            data, tag = self.objects.get(key)
+        except ObjectMissing:
+            return None, None
+        hint = f"{key} in {self} (`rollmill weights fsck --repair` points it at the newest whole version)"
+        return unseal(data, Pointer, hint), tag
 
+    def repoint(self, version: Version) -> None:
+        """Put `latest` on a published version when its own bytes are lost or damaged; an intact pointer is left alone."""
+        try:
+            assert self.latest() is None, "an intact pointer moves by publishing only"
+            tag = None
+        except CorruptSnapshot:
+            tag = self.objects.get(LATEST)[1]
+        self.objects.swap(LATEST, seal(Pointer(version=version.version, epoch=version.epoch)), expected=tag)
 
-def version_in(name: str) -> int:
-    """The version a pack or manifest file belongs to."""
-    found = _NUMBER.match(name)
-    assert found, f"{name!r} is not a name of this store"
-    return int(found[1])
+    def _highest_trace(self) -> int:
+        numbers = [-1, *self.versions(), *(name.version for name in self.routes())]
+        numbers += [int(part) for key in self.objects.list("packs/") if (part := key.split("/")[1]).isdigit()]
+        return max(numbers)
+
+    def _moved(self, version: int, current: int | None, expected: int | None) -> str:
+        return (
+            f"cannot publish version {version}: latest is {current}, this publisher had left it at {expected}; "
+            f"another trainer or a roll-back wrote to {self}: stop one of them, or restart this one so that it goes on from there"
+        )
 
 
-def _numbers(folder: Path) -> set[int]:
-    return {int(found[1]) for path in folder.iterdir() if (found := _NUMBER.match(path.name))}
+def describe(record: msgspec.Struct) -> str:
+    """A record as indented JSON, for people."""
+    return msgspec.json.format(msgspec.json.encode(record), indent=2).decode()
 
 
-def _plain(name: str) -> str:
-    if not _NUMBER.match(name) or "/" in name:
-        raise CorruptSnapshot(f"{name!r} is not the name of a pack or manifest")
-    return name
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[IO[bytes]]:
-    """A new file under a lock that says its writer lives."""
-    while True:
-        with path.open("wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            # A sweep may have come between the two lines above and unlinked the file as nobody's.
-            if os.fstat(file.fileno()).st_nlink:
-                yield file
-                return
-
-
-def _write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Readers see the old file or the whole new one, also after a power cut."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
-    num_bytes = 0
-    try:
-        with _locked(temporary) as file:
-            for chunk in chunks:
-                num_bytes += len(chunk)
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        if error.errno == errno.ENOSPC:
-            text = f"no space left on device for {path} (at least {num_bytes / 1e6:.1f} MB needed); free space there or move the store"
-            raise OSError(errno.ENOSPC, text) from error
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+def keys_of(routes: Sequence[Route]) -> list[str]:
+    return [pack.key for route in routes for pack in route.packs]

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from rollmill.engine.client import EngineClient, EngineRejected, EngineUnavailable, VersionUnmet
 from rollmill.engine.protocol import MSGPACK, FinishReason, GenerateReply, GenerateRequest, Health
 from rollmill.engine.run import run_engine
-from rollmill.weights import DirectoryStore, Publisher
+from rollmill.weights import Publisher, open_store
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +310,7 @@ def test_a_full_queue_answers_503_with_retry_after(tmp_path: Path) -> None:
 
 
 def test_a_server_with_a_store_is_unhealthy_until_the_first_version_then_serves_it(tmp_path: Path) -> None:
-    store = DirectoryStore(tmp_path / "store")
+    store = open_store(tmp_path / "store")
     server = Server(write_model(tmp_path / "tiny"), store=store)
     try:
         response = httpx.get(server.url + "/health")

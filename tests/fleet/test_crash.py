@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollmill.ledger import Ledger
 from rollmill.records import EpisodeState
-from rollmill.weights import DirectoryStore, verify
+from rollmill.weights import open_store, verify
 from tests.fleet.live_run import ROLES, LiveRun, await_until, is_alive, run_file
 
 STEPS, GROUPS_PER_BATCH = 24, 2
@@ -64,4 +64,4 @@ def test_every_admitted_group_is_trained_exactly_once_whatever_is_killed(tmp_pat
         assert not lost
         versions = [row.version for row in ledger.versions()]
         assert versions == sorted(set(versions))
-    assert verify(DirectoryStore(run.run_dir / "weights")) == []
+    assert verify(open_store(run.run_dir / "weights")) == []

@@ -1,0 +1,61 @@
+"""The bit coders over the compiled kernels: shapes arrays for them and turns their refusals into errors; same functions as `reference`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollmill.weights.chunk import kernels
+from rollmill.weights.chunk.elements import Elements, Order
+from rollmill.weights.chunk.reference import MAX_CLASSES
+from rollmill.weights.errors import CorruptSnapshot
+
+_REFUSALS = {
+    kernels.PAST_END: "the bits end within a symbol",
+    kernels.BAD_HEADER: "the header breaks its own bounds",
+    kernels.BAD_RUN: "a run is longer than the changes left",
+    kernels.BAD_CHANGE: "a change lies outside the chunk or steps too far",
+    kernels.BAD_LENGTH: "a stream does not end where the header says",
+    kernels.BAD_PADDING: "the body does not end in zero bits after the last stream",
+}
+
+
+def encode_cgr(new: np.ndarray, old: np.ndarray, elements: Elements) -> tuple[bytes, int]:
+    base, counts, gaps, steps = kernels.collect_changes(
+        new, old, elements.bits, elements.shift, elements.mask, elements.order is Order.SIGN_MAGNITUDE
+    )
+    words, num_bits = kernels.write_changes(base, counts, gaps, steps)
+    return words.view(np.uint8)[: (num_bits + 7) // 8].tobytes(), len(gaps)
+
+
+def decode_cgr(body: bytes | memoryview, old: np.ndarray, elements: Elements) -> tuple[np.ndarray, np.ndarray]:
+    counts = np.zeros(MAX_CLASSES, np.int64)
+    status, base, gaps, steps = kernels.parse_changes(_payload(body), 8 * len(body), len(old), elements.bits, counts)
+    if status != kernels.OK:
+        raise CorruptSnapshot(f"a chunk of {len(body)} bytes: {_REFUSALS[status]}")
+    reached, positions, codes = kernels.place_changes(
+        old, elements.bits, elements.shift, elements.mask, elements.order is Order.SIGN_MAGNITUDE, base, counts, gaps, steps
+    )
+    if reached != len(gaps):
+        raise CorruptSnapshot(f"{reached} of {len(gaps)} changes find their place in the old codes")
+    return positions, codes
+
+
+def encode_gaps(positions: np.ndarray) -> bytes:
+    words, num_bits = kernels.write_gaps(positions)
+    return words.view(np.uint8)[: (num_bits + 7) // 8].tobytes()
+
+
+def decode_gaps(body: bytes | memoryview, num_codes: int) -> tuple[np.ndarray, int]:
+    positions = np.empty(num_codes, np.uint32)
+    status, count, end = kernels.parse_gaps(_payload(body), 8 * len(body), num_codes, positions)
+    if status != kernels.OK:
+        raise CorruptSnapshot(f"positions in {len(body)} bytes: {_REFUSALS[status]}")
+    return positions[:count].copy(), end // 8
+
+
+def _payload(body: bytes | memoryview) -> np.ndarray:
+    """The bytes as words with three of zeros behind, so that a window may be read at any position up to the end."""
+    words = np.zeros(len(body) // 8 + 3, np.uint64)
+    words.view(np.uint8)[: len(body)] = np.frombuffer(body, np.uint8)
+    return words
+

@@ -1,0 +1,168 @@
+"""From bytes of shards to packs, routes and versions: the one way in which anything is published.
+
+Cells are coded by threads (the loops release the interpreter lock) in order and a few ahead, so that memory stays small.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from rollmill.weights import chunk
+from rollmill.weights.manifest import Kind, PackRef, Route, Version, pack_key
+from rollmill.weights.pack import Coded, PackWriter
+from rollmill.weights.proof import Lanes, add, base_value, cell_part, combine, seeds_of, to_hex, words_of, words_per_element
+from rollmill.weights.schema import Cell, Schema, take
+from rollmill.weights.shard import Held
+from rollmill.weights.store import WeightStore
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Bytes = Mapping[str, np.ndarray]
+"""name -> uint8, the bytes of the held box."""
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank contributes to a version; small, to be gathered by whatever joins the ranks."""
+
+    rank: int
+    pack: PackRef
+    lanes: dict[str, Lanes]
+    """name -> sum over the rank's own cells of the new bytes."""
+    num_changed: int
+    encode_s: float
+
+
+def num_workers() -> int:
+    return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def in_order(work: Callable[[Item], Result], items: Iterable[Item], *, workers: int) -> Iterator[Result]:
+    """`map` over threads, results in order, at most two items a thread in flight."""
+    if workers == 1:
+        yield from map(work, items)
+        return
+    with ThreadPoolExecutor(workers, thread_name_prefix="weights") as pool:
+        flying: deque[Future[Result]] = deque()
+        try:
+            for item in items:
+                flying.append(pool.submit(work, item))
+                if len(flying) > 2 * workers:
+                    yield flying.popleft().result()
+            while flying:
+                yield flying.popleft().result()
+        finally:
+            for left in flying:
+                left.cancel()
+
+
+def write_part(
+    store: WeightStore,
+    schema: Schema,
+    *,
+    kind: Kind,
+    version: int,
+    base: int | None,
+    held: Mapping[str, Held],
+    new: Bytes,
+    old: Bytes | None,
+    rank: int = 0,
+    workers: int | None = None,
+) -> Part:
+    """Code what `held` of the new bytes differs from the old (everything without old) and put it into the store."""
+    assert (base is None) == (old is None)
+    start = time.monotonic()
+    sums: dict[str, Lanes] = {}
+    work = list(_cells(schema, held))
+
+    def code(item: _Work) -> tuple[str, Lanes, Coded | None]:
+        return _code(item, new[item.name], None if old is None else old[item.name])
+
+    def stream() -> Iterator[Coded]:
+        for name, lanes, coded in in_order(code, work, workers=workers or num_workers()):
+            sums[name] = add(sums.get(name, (0, 0)), lanes)
+            if coded is not None:
+                yield coded
+
+    writer = PackWriter(key=pack_key(version, kind, base=base, rank=rank), version=version, base=base, schema=schema.digest)
+    ref = store.put_pack(writer, stream())
+    return Part(rank=rank, pack=ref, lanes=sums, num_changed=writer.num_changed, encode_s=time.monotonic() - start)
+
+
+def commit(
+    store: WeightStore,
+    schema: Schema,
+    parts: Sequence[Part],
+    *,
+    kind: Kind,
+    version: int,
+    base: int | None,
+    expected: int | None,
+    step: int,
+    run_id: str,
+    writer: str,
+    epoch: int = 0,
+    note: str = "",
+) -> Version:
+    """Join the ranks' parts into a version and point `latest` at it. The parts' packs are durable already."""
+    now = time.time()
+    sums: dict[str, Lanes] = {}
+    for part in parts:
+        for name, lanes in part.lanes.items():
+            sums[name] = add(sums.get(name, (0, 0)), lanes)
+    proof = combine({s.name: to_hex(add(base_value(seeds_of(s.name, s.dtype, s.shape)), sums.get(s.name, (0, 0)))) for s in schema.tensors})
+    record = Version(
+        version=version, previous=expected, epoch=epoch, schema=schema.digest, fingerprint=proof.total,
+        tensors=tuple(proof.tensors[spec.name] for spec in schema.tensors), num_changed=sum(part.num_changed for part in parts),
+        raw_bytes=schema.num_bytes, step=step, run_id=run_id, writer=writer, created=now, note=note,
+    )  # fmt: skip
+    packs = tuple(part.pack for part in sorted(parts, key=lambda part: part.rank))
+    store.put_schema(schema)
+    store.add_route(Route(kind=kind, version=version, base=base, schema=schema.digest, packs=packs, writer=writer, created=now))
+    store.publish(record, expected=expected)
+    return record
+
+
+class _Work(msgspec.Struct, frozen=True):
+    name: str
+    tensor: int
+    place: int
+    cell: Cell
+    local: Cell
+    dtype: str
+    item_bytes: int
+    seeds: Lanes
+
+
+def _cells(schema: Schema, held: Mapping[str, Held]) -> Iterator[_Work]:
+    for tensor, spec in enumerate(schema.tensors):
+        if (part := held.get(spec.name)) is None:
+            continue
+        seeds = seeds_of(spec.name, spec.dtype, spec.shape)
+        for place, cell in enumerate(spec.cells(schema.chunk_elements)):
+            if (local := part.local(cell)) is not None:
+                yield _Work(spec.name, tensor, place, cell, local, spec.dtype, spec.item_bytes, seeds)
+
+
+def _code(item: _Work, new: np.ndarray, old: np.ndarray | None) -> tuple[str, Lanes, Coded | None]:
+    size = item.item_bytes
+    now = cell_bytes(new, item.local, size)
+    lanes = cell_part(words_of(now, size), item.cell, item.seeds, per_element=words_per_element(size))
+    before = None if old is None else cell_bytes(old, item.local, size)
+    if before is not None and np.array_equal(now, before):
+        return item.name, lanes, None
+    encoded = chunk.encode(now, before, item.dtype)
+    return item.name, lanes, Coded(item.tensor, item.place, encoded.data, encoded.num_changed, lanes[0])
+
+
+def cell_bytes(flat: np.ndarray, cell: Cell, item_bytes: int) -> np.ndarray:
+    """The bytes of a cell out of a box's bytes; shares memory when they lie together."""
+    scaled = Cell(cell.start * item_bytes, cell.rows, cell.width * item_bytes, cell.stride * item_bytes)
+    return take(flat, scaled)
