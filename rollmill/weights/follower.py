@@ -39,8 +39,7 @@ class Staged:
     step: int
     base_version: int | None
     """The version the live weights must have now; None: nothing is served, and the weights were loaded already."""
-    schema: str
-    """Digest of the version's tensor table."""
+    schema: Schema
     fingerprint: Fingerprint
     """What the live weights must show after the swap."""
     num_changed: int
@@ -81,7 +80,7 @@ class FollowerStats:
 @dataclass(frozen=True, kw_only=True)
 class _HeldVersion:
     version: int
-    schema: str
+    schema: Schema
     fingerprint: Fingerprint
 
 
@@ -164,7 +163,7 @@ class Follower:
         began = time.monotonic()
         self._refuse_wrong_base(staged)
         self._live.apply(staged.patch)
-        live = self._prove()
+        live = self._prove(staged.schema)
         if live != staged.fingerprint:
             self._undo(staged, live)
         with self._lock:
@@ -180,7 +179,7 @@ class Follower:
         Apply the patch with `swap`. Call it between two decode steps.
         """
         held = self._held
-        if held is None or (live := self._prove()) == held.fingerprint:
+        if held is None or (live := self._prove(held.schema)) == held.fingerprint:
             return None
         names = live.differing(held.fingerprint)
         self._say(f"the live weights of version {held.version} have changed under way: {', '.join(names[:3])}")
@@ -212,18 +211,19 @@ class Follower:
         held = self._held
         if held is None:
             raise WrongWeights(message, tensors=names)
-        back = self._prove()
+        back = self._prove(held.schema)
         if back != held.fingerprint:
             lost = f"{message}; and version {held.version} could not be put back: stop serving and `bootstrap` again"
             raise WrongWeights(lost, tensors=back.differing(held.fingerprint), is_lost=True)
         raise WrongWeights(message, tensors=names)
 
-    def _prove(self) -> Fingerprint:
+    def _prove(self, schema: Schema) -> Fingerprint:
+        """The fingerprint of the live weights, joined with that of the other ranks where there are any."""
         lanes = self._live.lanes()
         if self._agree is not None:
             lanes = self._agree(lanes)
-        specs = {name: held.spec for name, held in self._live.held().items()}
-        return combine({n: to_hex(add(base_value(seeds_of(n, s.dtype, s.shape)), lanes[n])) for n, s in specs.items()})
+        specs = {spec.name: spec for spec in schema.tensors}
+        return combine({n: to_hex(add(base_value(seeds_of(n, s.dtype, s.shape)), lanes.get(n, (0, 0)))) for n, s in specs.items()})
 
     def _refuse_wrong_base(self, staged: Staged) -> None:
         held = self.version
@@ -253,7 +253,7 @@ class Follower:
                     self._settle(latest, self._stranded(latest))
                     return None
                 schema = self._check_schema(self._store.schema(record.schema))
-                fits = held is not None and held.schema == record.schema
+                fits = held is not None and held.schema.digest == record.schema
                 path = find_path(self._store, record.version, held=base if fits else None, refused=self._refused, schema=record.schema)
                 if path is None:
                     self._refuse(version_key(record.version), f"no route to version {record.version} is left", mark=False)
@@ -311,7 +311,7 @@ class Follower:
             patch = self._live.stage(patches)
         done = time.monotonic()
         return Staged(
-            version=record.version, step=record.step, base_version=None if held is None else held.version, schema=record.schema, fingerprint=expected,
+            version=record.version, step=record.step, base_version=None if held is None else held.version, schema=schema, fingerprint=expected,
             num_changed=num_changed, bytes_read=sum(hop.bytes_read for hop in hops), num_packs=sum(len(r.packs) for r in path),
             timings_s={"plan": fetching - planning, "fetch_decode": done - fetching}, patch=patch,
         )  # fmt: skip

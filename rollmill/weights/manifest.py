@@ -125,6 +125,14 @@ class Pointer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     epoch: int = 0
 
 
+class Floor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of `floor.json`: where the line begins since older versions were collected."""
+
+    version: int
+    position: int
+    """How many versions were on the line before it."""
+
+
 class Lease(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a replica says of itself. While it lives, collection keeps what the replica holds and what it needs to move on."""
 
@@ -190,6 +198,20 @@ class Quarantine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def key(self) -> str:
         return f"quarantine/{self.target.replace('/', '__')}.json"
+
+
+class Declined(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A fold that was tried and not kept, so that nobody tries it again."""
+
+    version: int
+    base: int
+    num_bytes: int
+    chain_bytes: int
+    """Of the routes it would have replaced, which are no more than its own."""
+
+    @property
+    def key(self) -> str:
+        return f"declined/{self.version:08d}-{self.base:08d}.json"
 
 
 _ROUTE = re.compile(r"^routes/(\d{8,})-(full|\d{8,})-(\d+)\.json$")

@@ -215,6 +215,15 @@ class Directory:
     def describe(self) -> str:
         return f"directory {self.path}"
 
+    def leftovers(self) -> Sequence[Path]:
+        """Half-written files of writers that died; the next process to write here removes them."""
+        found = []
+        for path in sorted(self._temporary.glob("*")):
+            with suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                found.append(path)
+        return found
+
     def _target(self, key: str) -> Path:
         return self.path / plain_key(key)
 

@@ -10,6 +10,15 @@ from rollmill.weights.manifest import RouteName
 HOP_BYTES = 1 << 20
 
 
+def reachable(routes: Iterable[RouteName]) -> set[int]:
+    """Every version that some path from nothing leads to."""
+    found: set[int | None] = {None}
+    for route in sorted(routes, key=lambda route: route.version):
+        if route.base in found and (route.base is None or route.base < route.version):
+            found.add(route.version)
+    return {version for version in found if version is not None}
+
+
 def plan(
     routes: Iterable[RouteName], *, held: int | None, target: int, refused: Container[str] = (), hop_bytes: int = HOP_BYTES
 ) -> list[RouteName] | None:

@@ -222,6 +222,15 @@ def materialise(
             start = None
 
 
+def replay(store: WeightStore, route: Route, record: Version, schema: Schema, data: dict[str, np.ndarray]) -> None:
+    """Take the bytes of a route's base (anything for a full route) through it, in place, and prove that they became the version.
+
+    Raises CorruptSnapshot or WrongBase; the bytes are of no use then.
+    """
+    _move([OpenRoute(store, route)], schema, all_of(schema), data, num_workers())
+    _prove(record, schema, data, [route])
+
+
 def _follow(
     store: WeightStore,
     path: Sequence[Route],
@@ -235,14 +244,16 @@ def _follow(
         data = {name: np.array(start[1][name]) for name in held}
     else:
         data = {name: np.zeros(part.num_bytes, np.uint8) for name, part in held.items()}
-    hops = [OpenRoute(store, route) for route in path if route.packs]
+    _move([OpenRoute(store, route) for route in path if route.packs], schema, held, data, workers)
+    return data
 
+
+def _move(hops: Sequence[OpenRoute], schema: Schema, held: Mapping[str, Held], data: Mapping[str, np.ndarray], workers: int) -> None:
     def move(work: TensorWork) -> None:
         advance(work, data[work.held.spec.name])
 
     for _ in in_order(move, works(hops, schema, held), workers=workers):
         pass
-    return data
 
 
 def _prove(record: Version, schema: Schema, data: Mapping[str, np.ndarray], path: Sequence[Route]) -> None:

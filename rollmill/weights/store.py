@@ -15,6 +15,8 @@ import msgspec
 
 from rollmill.weights.errors import CorruptSnapshot, LatestMoved
 from rollmill.weights.manifest import (
+    Declined,
+    Floor,
     Lease,
     PackRef,
     Pointer,
@@ -37,13 +39,23 @@ from rollmill.weights.objects import ObjectMissing, Objects, ReadOnly, SwapLost,
 from rollmill.weights.pack import Coded, PackWriter
 from rollmill.weights.schema import Schema
 
-LATEST, RESERVED = "latest.json", "reserved.json"
+LATEST, RESERVED, FLOOR = "latest.json", "reserved.json", "floor.json"
 _RESERVE_TRIES = 100
 
 
 def open_store(where: str | os.PathLike[str]) -> WeightStore:
     """A directory, or a bucket as `s3://bucket/prefix?endpoint=...`; made on first use."""
     return WeightStore(open_objects(where))
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """One version's place on the line of what was served."""
+
+    position: int
+    """How many were served before it, those long collected included: it stays what it is."""
+    version: int
+    schema: str
+    created: float
 
 
 class WeightStore:
@@ -74,7 +86,8 @@ class WeightStore:
         return sorted(number for key in keys if (number := version_in(key)) is not None)
 
     def lineage(self, *, start: int | None = None) -> Iterator[Version]:
-        """From `start` (or latest) back through everything that was ever served."""
+        """From `start` (or latest) back through everything that was ever served, down to the floor."""
+        floor = self.floor().version
         pointer = self.latest() if start is None else None
         at = start if start is not None else (pointer.version if pointer else None)
         while at is not None:
@@ -82,7 +95,34 @@ class WeightStore:
             yield found
             if found.previous is not None and found.previous >= at:
                 raise CorruptSnapshot(f"version {at} in {self} claims to follow version {found.previous}")
-            at = found.previous
+            at = found.previous if at > floor else None
+
+    def line(self, *, known: Sequence[Place] = ()) -> list[Place]:
+        """The lineage of latest, oldest first. What `known`, a line seen before, holds already is not read again."""
+        seen = {place.version: index for index, place in enumerate(known)}
+        fresh: list[Version] = []
+        older: Sequence[Place] = ()
+        for record in self.lineage():
+            if record.version in seen:
+                older = known[: seen[record.version] + 1]
+                break
+            fresh.append(record)
+        floor = self.floor()
+        first = floor.position if fresh and fresh[-1].version == floor.version else 0
+        first = older[-1].position + 1 if older else first
+        newer = [
+            Place(position=first + index, version=record.version, schema=record.schema, created=record.created)
+            for index, record in enumerate(reversed(fresh))
+        ]
+        return [place for place in (*older, *newer) if place.version >= floor.version]
+
+    def floor(self) -> Floor:
+        """Where the line begins; below every version until something was collected."""
+        try:
+            data, _ = self.objects.get(FLOOR)
+        except ObjectMissing:
+            return Floor(version=-1, position=0)
+        return unseal(data, Floor, f"{FLOOR} in {self}")
 
     def schema(self, digest: str) -> Schema:
         return self._schema(digest)
@@ -162,6 +202,13 @@ class WeightStore:
         """key -> reason."""
         return {record.target: record.reason for record in self._all("quarantine/", Quarantine)}
 
+    def decline(self, declined: Declined) -> None:
+        self.objects.put(declined.key, [seal(declined)])
+
+    def declined(self) -> list[Declined]:
+        """Folds that are not worth their bytes."""
+        return self._all("declined/", Declined)
+
     # Who uses what.
 
     def renew(self, lease: Lease) -> None:
@@ -184,6 +231,26 @@ class WeightStore:
 
     def tombstones(self) -> list[Tombstone]:
         return self._all("tombstones/", Tombstone)
+
+    def raise_floor(self, floor: Floor) -> None:
+        """Let the line begin at a later version; one that begins later already, or a damaged floor, is dealt with."""
+        for _ in range(_RESERVE_TRIES):
+            try:
+                data, tag = self.objects.get(FLOOR)
+            except ObjectMissing:
+                data, tag = b"", None
+            try:
+                if data and unseal(data, Floor, FLOOR).version >= floor.version:
+                    return
+            except CorruptSnapshot:
+                # Its content is lost and does not matter: the new floor replaces it.
+                pass
+            try:
+                self.objects.swap(FLOOR, seal(floor), expected=tag)
+            except SwapLost:
+                continue
+            return
+        raise LatestMoved(f"{FLOOR} in {self} could not be moved in {_RESERVE_TRIES} tries; too many collectors share it")
 
     def _all(self, prefix: str, kind: type[Record]) -> list[Record]:
         found = []

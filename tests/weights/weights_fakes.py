@@ -1,33 +1,27 @@
-"""Named stand-ins for the tests of the weight path: an engine with live weights, a crowd of tensors, a publisher to be killed."""
+"""Named stand-ins for the tests of the weight path: a replica's live weights that can go wrong, and weights that depend on the step only."""
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from rollmill.weights import DirectoryStore, Publisher
+from rollmill.weights.live import HostWeights, TensorPatch
 
 
-class EngineFake:
-    """Live weights that are written in place, as an engine's are; `drop` names a tensor its loader forgets."""
+class ReplicaFake(HostWeights):
+    """Live weights in host memory; `drop` names a tensor that its loader forgets."""
 
     def __init__(self) -> None:
-        self.live: dict[str, torch.Tensor] = {}
+        super().__init__({name: torch.zeros_like(tensor) for name, tensor in weights_at(0).items()})
         self.drop: str | None = None
 
-    def apply(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        for name, tensor in tensors.items():
-            if name == self.drop and name in self.live:
-                continue
-            if name in self.live and self.live[name].shape == tensor.shape and self.live[name].dtype == tensor.dtype:
-                self.live[name].copy_(tensor)
-            else:
-                self.live[name] = tensor.clone()
-        return self.live
+    def apply(self, staged: Sequence[TensorPatch]) -> None:
+        super().apply([patch for patch in staged if patch.held.spec.name != self.drop])
+
+    def hurt(self, name: str, position: int) -> None:
+        """A bit of live memory flips, as bad hardware does it."""
+        self.read(name)[position] ^= 1
 
 
 def weights_at(step: int) -> dict[str, torch.Tensor]:
@@ -51,31 +45,3 @@ def same_bits(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor
 
 def raw(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def publish_steps(path: str, first_step: int, num_steps: int, heard: Connection) -> None:
-    """The body of a trainer process: says each version as it is assigned and as it is published."""
-    torch.set_num_threads(1)
-    store = DirectoryStore(path)
-    with Publisher(store, run_id="crash", anchor_every=5, on_published=lambda p: heard.send(("published", p.version))) as publisher:
-        heard.send(("assigned", publisher.resume(weights_at(first_step), step=first_step)))
-        for step in range(first_step + 1, first_step + num_steps):
-            heard.send(("assigned", publisher.submit(weights_at(step), step=step)))
-
-
-def publish_and_die(path: str, first_step: int, die_at: int, heard: Connection) -> None:
-    """The same, but killed with -9 just before its `die_at`-th write becomes durable or visible."""
-    count = 0
-
-    def dying(real: Callable[..., None]) -> Callable[..., None]:
-        def call(*args: object) -> None:
-            nonlocal count
-            count += 1
-            if count == die_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            real(*args)
-
-        return call
-
-    os.fsync, os.replace = dying(os.fsync), dying(os.replace)
-    publish_steps(path, first_step, 4, heard)

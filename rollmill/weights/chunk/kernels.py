@@ -31,7 +31,7 @@ _ONE = np.uint64(1)
 _BLOCK = 64
 """Codes looked at together: one bit each in a word."""
 _TILE_BLOCKS = 64
-"""Blocks whose classes are kept at a time, so that they and the running counts of a class stay in the first cache."""
+"""Blocks whose classes are kept at a time: they stay in the first cache, and one comparison of 64 items finds a block."""
 _TILE = _BLOCK * _TILE_BLOCKS
 _NO_CLASS = 255
 """Stands behind the last code."""
@@ -95,16 +95,25 @@ def _differ(typingctx: Any, left: Any, right: Any, index: Any) -> Any:
     return numba.types.uint64(left, right, numba.types.int64), codegen
 
 
+def _compare(relation: str) -> Callable[..., Any]:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer, vector_type = _vector(context, builder, signature.args[0], args[0], args[1])
+        result = builder.icmp_unsigned(relation, builder.load(pointer, align=1), _broadcast(builder, vector_type, args[2]))
+        return builder.bitcast(result, ir.IntType(64))
+
+    return codegen
+
+
 @intrinsic
 def _equals(typingctx: Any, items: Any, index: Any, value: Any) -> Any:
     """Bit j says whether `items[index + j]` is `value`, for 64 items."""
+    return numba.types.uint64(items, numba.types.int64, numba.types.int64), _compare("==")
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer, vector_type = _vector(context, builder, signature.args[0], args[0], args[1])
-        same = builder.icmp_unsigned("==", builder.load(pointer, align=1), _broadcast(builder, vector_type, args[2]))
-        return builder.bitcast(same, ir.IntType(64))
 
-    return numba.types.uint64(items, numba.types.int64, numba.types.int64), codegen
+@intrinsic
+def _at_most(typingctx: Any, items: Any, index: Any, value: Any) -> Any:
+    """Bit j says whether `items[index + j]` is not more than `value`, for 64 items."""
+    return numba.types.uint64(items, numba.types.int64, numba.types.int64), _compare("<=")
 
 
 @intrinsic
@@ -257,7 +266,7 @@ def collect_changes(
         at[c + 1] = at[c] + counts[c]
     gaps, steps = np.empty(total, np.int32), np.empty(total, np.int32)
     seen, previous = np.zeros(MAX_CLASSES, np.int32), np.full(MAX_CLASSES, -1, np.int32)
-    classes, before = np.empty(_TILE, np.uint8), np.empty((MAX_CLASSES, _TILE_BLOCKS + 1), np.int32)
+    classes, before = np.empty(_TILE, np.uint8), np.empty((MAX_CLASSES, _TILE_BLOCKS), np.int32)
     msb = np.int64(1) << (bits - 1)
     all_ones = 2 * msb - 1
     j = 0
@@ -581,15 +590,14 @@ def _parse_stream(
 @numba.njit(nogil=True, inline="always")
 def _select(members: np.uint64, index: int) -> int:
     """The place of the one bit with `index` one bits under it."""
-    place = np.int64(0)
+    place = np.uint64(0)
     for log_half in range(5, -1, -1):
-        half = np.uint64(1 << log_half)
-        under = np.int64(_popcount(members & ((_ONE << half) - _ONE)))
-        if index >= under:
-            index -= under
-            place += np.int64(half)
-            members >>= half
-    return place
+        low = (_ONE << np.uint64(1 << log_half)) - _ONE
+        under = np.int64(_popcount((members >> place) & low))
+        is_above = np.int64(index >= under)
+        index -= is_above * under
+        place += np.uint64(is_above << log_half)
+    return np.int64(place)
 
 
 @_compile
@@ -609,7 +617,7 @@ def place_changes(
         if counts[c]:
             wanted[c] = gaps[at[c]]
     seen = np.zeros(MAX_CLASSES, np.int64)
-    classes, before = np.empty(_TILE, np.uint8), np.empty(_TILE_BLOCKS + 1, np.int32)
+    classes, before = np.empty(_TILE, np.uint8), np.empty(_TILE_BLOCKS, np.int32)
     reached = 0
     for first in range(0, num_codes, _TILE):
         if reached == total:
@@ -620,12 +628,10 @@ def place_changes(
             if j == end:
                 continue
             seen[c] = _count_members(classes, num_blocks, c, seen[c], before)
-            before[num_blocks:] = seen[c]
+            for block in range(num_blocks, _TILE_BLOCKS):
+                before[block] = seen[c]
             while number < seen[c]:
-                block = np.int64(0)
-                for log_half in range(5, -1, -1):
-                    half = 1 << log_half
-                    block = block + half if before[block + half] <= number else block
+                block = np.int64(_popcount(_at_most(before, 0, number))) - 1
                 lane = _select(_equals(classes, block * _BLOCK, c), number - before[block])
                 places[j] = first + block * _BLOCK + lane
                 changed[first // _BLOCK + block] |= _ONE << np.uint64(lane)
