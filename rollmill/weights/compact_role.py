@@ -25,13 +25,14 @@ def run_compactor(
         if time.monotonic() < next_look:
             time.sleep(_TICK_S)
             continue
-        began = time.monotonic()
+        began, made = time.monotonic(), []
         try:
-            for done in compactor.step(time.time()):
+            made = compactor.step(time.time())
+            for done in made:
                 log.info("%s", done)
             if collect_after_s:
                 collect(store, time.time(), grace_s=collect_after_s, dry_run=False)
         except OSError as error:
             log.warning("the weight store cannot be reached: %s", error)
         next_look = time.monotonic() + every_s
-        say({"timing_s/compact": time.monotonic() - began}, 0)
+        say({"timing_s/compact": time.monotonic() - began, "weights/num_made": float(len(made))}, 0)

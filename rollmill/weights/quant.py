@@ -50,6 +50,8 @@ _E2M1_BORDERS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5,
 """Half-way points between neighbours, and whether the point itself goes up: ties go to the even code."""
 _LEAST_EXPONENT = -100
 """Of any scale. Keeps every product a normal float32, so that flushing subnormals to zero, which devices do differently, cannot matter."""
+_LARGEST = 2.0**126
+"""From here on rounding up could reach infinity."""
 _KEPT = re.compile(r"norm|embed|lm_head|output_layer|router|(^|\.)(gate|wte|wpe)\.weight$")
 _FUSED = ((re.compile(r"\b[qkv]_proj\b"), "qkv_proj"), (re.compile(r"\b(gate|up)_proj\b"), "gate_up_proj"))
 
@@ -184,10 +186,11 @@ def _checked(name: str, tensor: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     if scheme in _BLOCK and tensor.shape[1] % 2:
         raise ValueError(f"{name} has {tensor.shape[1]} columns, and 4-bit codes lie two a byte; keep it or pad it to an even number")
     values = tensor.detach().float()
-    if not bool(torch.isfinite(values).all()):
-        count = int((~torch.isfinite(values)).sum())
+    held = values.abs() < _LARGEST
+    if not bool(held.all()):
+        count = int((~held).sum())
         raise ValueError(
-            f"{name} has {count} NaN or infinite values, which no scale can hold; the trainer diverged: go back to an earlier step"
+            f"{name} has {count} values that are NaN, infinite or 2^126 and more; the trainer diverged: go back to an earlier step"
         )
     return values
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from rollmill.weights.damage import Damage, Finding, finding
 from rollmill.weights.encode import in_order, num_workers
-from rollmill.weights.errors import CorruptSnapshot, UnknownFormat, WrongBase
+from rollmill.weights.errors import UnknownFormat, WrongBase
 from rollmill.weights.manifest import Route, RouteName, Version
 from rollmill.weights.plan import plan
 from rollmill.weights.proof import combine, fingerprint_bytes
@@ -50,74 +50,64 @@ class Retrace:
     def __init__(self, store: WeightStore, seen: Survey, *, bad: Iterable[str] = (), max_held: int = MAX_HELD) -> None:
         self._store, self._seen, self._max_held = store, seen, max_held
         self._bad = set(bad)
+        self._lost: set[int] = set()
         self._held: dict[int, Weights] = {}
+        self._ways: dict[int, list[RouteName]] = {}
         self._uses: dict[int, list[int]] = {}
-        for name in self._good():
-            if name.base is not None:
-                self._uses.setdefault(name.base, []).append(name.version)
+        for name in sorted(seen.routes, key=lambda name: (name.version, name.num_bytes)):
+            if _leads_somewhere(seen, seen.routes[name]):
+                self._ways.setdefault(name.version, []).append(name)
+                self._uses.setdefault(-1 if name.base is None else name.base, []).append(name.version)
         self.found: list[Finding] = []
 
     def all(self) -> set[int]:
         """Prove every route of every version; the versions that could be rebuilt."""
-        rebuilt = set()
-        for version in sorted(self._seen.versions):
-            if self.version(version):
-                rebuilt.add(version)
-        return rebuilt
+        return {version for version in sorted(self._seen.versions) if self.version(version)}
 
     def version(self, version: int) -> bool:
         """Prove every route to one version; whether one of them leads there."""
         data: Weights | None = None
-        for name in [name for name in self._good() if name.version == version]:
-            if (made := self._proved(self._seen.routes[name])) is not None:
+        for name in self._ways.get(version, ()):
+            if name.key not in self._bad and (made := self._proved(self._seen.routes[name])) is not None:
                 data = made
         if data is None:
+            self._lost.add(version)
             return False
         self._hold(version, data)
         return True
 
     def weights(self, version: int) -> Weights | None:
         """The bytes of a version by any good way; None when there is none left. Nobody may write into them."""
-        while version not in self._held:
-            # From what is held when that is nearest, else from a full route.
-            starts = [*sorted((held for held in self._held if held < version), reverse=True)[:1], None]
-            paths = [(start, path) for start in starts if (path := plan(self._good(), held=start, target=version)) is not None]
-            if not paths:
-                return None
-            start, path = min(paths, key=lambda found: sum(name.num_bytes for name in found[1]))
-            data = None if start is None else self._held[start]
+        while version not in self._held and version not in self._lost:
+            # From a full route, or from the nearest of what is held.
+            start = max((held for held in self._held if held < version), default=None)
+            names = (name for names in self._ways.values() for name in names)
+            if (path := plan(names, held=start, target=version, refused=self._bad)) is None:
+                self._lost.add(version)
+                break
+            data = None if start is None or path[0].base is None else self._held[start]
             for name in path:
-                data = self._proved(self._seen.routes[name], base=data)
-                if data is None:
+                if (data := self._proved(self._seen.routes[name], base=data)) is None:
                     break
             else:
                 assert data is not None
                 self._hold(version, data)
-                return data
-        return self._held[version]
-
-    def _good(self) -> list[RouteName]:
-        """Every route that can be tried, ascending; those to another schema than their version's lead nowhere."""
-        versions, schemas = self._seen.versions, self._seen.schemas
-        return [
-            name
-            for name, route in sorted(self._seen.routes.items(), key=lambda item: (item[0].version, item[0].num_bytes))
-            if name.key not in self._bad and route.schema in schemas
-            and (name.version not in versions or versions[name.version].schema == route.schema)
-        ]  # fmt: skip
+        return self._held.get(version)
 
     def _proved(self, route: Route, base: Weights | None = None) -> Weights | None:
         """The bytes a route leads to when they are those of its version; otherwise None and, once, a finding."""
         if route.base is not None and base is None and (base := self.weights(route.base)) is None:
             return None
         schema, record = self._seen.schemas[route.schema], self._seen.versions.get(route.version)
+        if base is not None and any(spec.name not in base or base[spec.name].nbytes != spec.num_bytes for spec in schema.tensors):
+            return self._blame(route, Damage.ROUTE_GIVES_OTHER_WEIGHTS, route.name.key, f"the tensors of version {route.base} are others")
         try:
-            data = take(self._store, route, schema, base if route.base is not None else None)
+            data = take(self._store, route, schema, base)
         except Damaged as damaged:
             return self._blame(route, Damage.PACK_UNDECODABLE, damaged.key, damaged.reason)
         except UnknownFormat as error:
             return self._blame(route, Damage.OTHER_FORM, route.name.key, str(error))
-        except (WrongBase, CorruptSnapshot, KeyError) as error:
+        except WrongBase as error:
             return self._blame(route, Damage.ROUTE_GIVES_OTHER_WEIGHTS, route.name.key, str(error))
         if record is not None and (wrong := differing(record, schema, data)):
             what = f"{len(wrong)} tensors are not those of version {route.version}, first {wrong[0]}"
@@ -142,3 +132,9 @@ class Retrace:
         for held in ranked[1 : self._max_held]:
             if next_use(held) == float("inf") and held != newest:
                 del self._held[held]
+
+
+def _leads_somewhere(seen: Survey, route: Route) -> bool:
+    """Whether a route can be tried at all: readers leave out one that has another schema than its version."""
+    record = seen.versions.get(route.version)
+    return route.schema in seen.schemas and (record is None or record.schema == route.schema)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -85,7 +83,7 @@ def test_quantising_what_was_dequantised_changes_no_bit(scheme: Scheme, rows: in
     generator = torch.Generator().manual_seed(seed)
     scales = torch.tensor([2.0**e for e in exponents])
     picked = scales[torch.randint(len(exponents), (rows, 2 * half_cols), generator=generator)]
-    once = quantise("w", (torch.randn(rows, 2 * half_cols, generator=generator) * picked).clamp(-3.3e38, 3.3e38), scheme)
+    once = quantise("w", (torch.randn(rows, 2 * half_cols, generator=generator) * picked).clamp(-8e37, 8e37), scheme)
     assert bits(again(once, scheme)) == bits(once)
 
 
@@ -112,14 +110,13 @@ def test_zeros_give_zeros_and_minus_zero_has_no_code_of_its_own(scheme: Scheme) 
     assert bits(plus) == bits(minus)
     assert not plus["w"].view(torch.uint8).any()
     assert torch.equal(dequantise("w", plus, scheme), torch.zeros(3, 64, dtype=torch.bfloat16))
-    tiny = torch.full((1, 64), -1e-9)
-    tiny[0, 0] = 1.0
+    tiny = torch.tensor([[1.0] + 15 * [-1e-9]])
     assert not quantise("w", tiny, scheme)["w"].view(torch.uint8)[0, 1:].any()
 
 
 @every_scheme
 def test_huge_and_tiny_values_keep_their_size(scheme: Scheme) -> None:
-    for size in (3.3e38, 1e30, 1e-20, 2.0**-90):
+    for size in (8e37, 1e30, 1e-20, 2.0**-90):
         values = torch.full((2, 64), size)
         back = dequantise("w", quantise("w", values, scheme), scheme, dtype=torch.float32)
         assert torch.isfinite(back).all() and ((back / values - 1).abs() < 0.34).all()
@@ -133,19 +130,20 @@ def test_no_value_is_further_off_than_half_a_step(scheme: Scheme) -> None:
     values = torch.randn(128, 256) * torch.logspace(-2, 2, 128)[:, None]
     back = dequantise("w", quantise("w", values, scheme), scheme, dtype=torch.float32)
     largest = values.abs().amax(dim=1, keepdim=True) if "fp4" in scheme else values.abs().amax()
-    # e4m3: 2^-4 of a normal value, below that 2^-10 of a scale of at most largest/232. e2m1: half the step from 4 to 6, largest/6 with its scale's error.
-    allowed = largest / 5.5 if "fp4" in scheme else torch.maximum(values.abs() / 16, largest * 2.0**-10 / 232)
+    # e4m3: 2^-4 of a normal value, below that 2^-10 of a scale of at most largest/232. e2m1: one scale, half the step from 4 to 6, and the largest
+    # value is at least five scales where a value can be that far off.
+    allowed = largest / 5 if "fp4" in scheme else torch.maximum(values.abs() / 16, largest * 2.0**-10 / 232)
     assert ((back - values).abs() <= allowed).all()
 
 
 @every_scheme
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 3e38])
 def test_nan_and_infinity_are_refused_with_the_name_of_the_tensor(scheme: Scheme, bad: float) -> None:
     values = torch.zeros(4, 64)
     values[2, 3] = bad
-    with pytest.raises(ValueError, match=r"layer\.weight has 1 NaN or infinite"):
+    with pytest.raises(ValueError, match=r"layer\.weight has 1 values that are NaN, infinite"):
         quantise("layer.weight", values, scheme)
-    with pytest.raises(ValueError, match=r"layer\.weight has 1 NaN or infinite"):
+    with pytest.raises(ValueError, match=r"layer\.weight has 1 values that are NaN, infinite"):
         QuantisedCopy(scheme=scheme)({"layer.weight": values})
 
 
@@ -203,16 +201,20 @@ def test_strided_bf16_and_fp32_inputs_of_equal_value_give_equal_bits(scheme: Sch
     assert bits(quantise("w", values.t().contiguous().t(), scheme)) == whole
 
 
-def test_another_process_and_thread_count_give_the_same_bits() -> None:
-    program = (
-        "import sys, torch, hashlib; from rollmill.weights.quant import Scheme, quantise\n"
-        "torch.set_num_threads(int(sys.argv[1])); torch.set_flush_denormal(sys.argv[1] == '1')\n"
-        "w = torch.arange(-40000, 40000, dtype=torch.float32).reshape(400, 200) ** 3 * 1e-30 / 7\n"
-        "found = [t.reshape(-1).view(torch.uint8).numpy().tobytes() for s in Scheme for t in quantise('w', w, s).values()]\n"
-        "print(hashlib.sha256(b''.join(found)).hexdigest())"
-    )
-    run = [subprocess.run([sys.executable, "-c", program, n], capture_output=True, text=True, check=True, timeout=120) for n in "12"]
-    assert run[0].stdout == run[1].stdout
+@every_scheme
+def test_thread_count_and_flushing_of_subnormals_change_no_bit(scheme: Scheme) -> None:
+    values = torch.arange(-40000, 40000, dtype=torch.float32).reshape(400, 200) ** 3 * 1e-30 / 7
+    values[7] = 1e-41
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count, flush in ((1, False), (2, True)):
+            torch.set_num_threads(count)
+            torch.set_flush_denormal(flush)
+            found.append(bits(quantise("w", values, scheme)))
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(False)
+    assert found[0] == found[1]
 
 
 def test_a_step_changes_far_fewer_codes_than_bf16() -> None:

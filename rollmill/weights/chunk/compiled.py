@@ -21,7 +21,7 @@ _REFUSALS = {
 
 def encode_cgr(new: np.ndarray, old: np.ndarray, elements: Elements) -> tuple[bytes, int]:
     base, counts, gaps, steps = kernels.collect_changes(
-        new, old, elements.bits, elements.shift, elements.mask, elements.order is Order.SIGN_MAGNITUDE
+        new, old, elements.bits, elements.shift, elements.mask, _flip(elements)
     )
     words, num_bits = kernels.write_changes(base, counts, gaps, steps)
     return words.view(np.uint8)[: (num_bits + 7) // 8].tobytes(), len(gaps)
@@ -33,7 +33,7 @@ def decode_cgr(body: bytes | memoryview, old: np.ndarray, elements: Elements) ->
     if status != kernels.OK:
         raise CorruptSnapshot(f"a chunk of {len(body)} bytes: {_REFUSALS[status]}")
     reached, positions, codes = kernels.place_changes(
-        old, elements.bits, elements.shift, elements.mask, elements.order is Order.SIGN_MAGNITUDE, base, counts, gaps, steps
+        old, elements.bits, elements.shift, elements.mask, _flip(elements), base, counts, gaps, steps
     )
     if reached != len(gaps):
         raise CorruptSnapshot(f"{reached} of {len(gaps)} changes find their place in the old codes")
@@ -51,6 +51,10 @@ def decode_gaps(body: bytes | memoryview, num_codes: int) -> tuple[np.ndarray, i
     if status != kernels.OK:
         raise CorruptSnapshot(f"positions in {len(body)} bytes: {_REFUSALS[status]}")
     return positions[:count].copy(), end // 8
+
+
+def _flip(elements: Elements) -> int:
+    return 1 << (elements.bits - 1) if elements.order is Order.SIGN_MAGNITUDE else 0
 
 
 def _payload(body: bytes | memoryview) -> np.ndarray:

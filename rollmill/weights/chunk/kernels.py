@@ -224,10 +224,14 @@ def _classify_tile(codes: np.ndarray, first: int, num_codes: int, shift: int, ma
 
 
 @numba.njit(nogil=True, inline="always")
-def _ordered(code: int, msb: int, all_ones: int, sign_magnitude: bool) -> int:
-    if sign_magnitude:
-        return code | msb if code < msb else ~code & all_ones
-    return code
+def _ordered(code: int, bits: int, flip: int) -> int:
+    """`flip` is the sign bit for sign-magnitude and 0 for plain codes; without a branch, because signs cannot be predicted."""
+    return code ^ (flip | (-(code >> (bits - 1)) & (flip - (flip > 0))))
+
+
+@numba.njit(nogil=True, inline="always")
+def _unordered(value: int, bits: int, flip: int) -> int:
+    return value ^ (flip | (((value >> (bits - 1)) - 1) & (flip - (flip > 0))))
 
 
 @numba.njit(nogil=True)
@@ -248,7 +252,7 @@ def _choose_base(raw_counts: np.ndarray, total: int) -> int:
 
 @_compile
 def collect_changes(
-    new: np.ndarray, old: np.ndarray, bits: int, shift: int, mask: int, sign_magnitude: bool
+    new: np.ndarray, old: np.ndarray, bits: int, shift: int, mask: int, flip: int
 ) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
     """Base, number of changes by class, and the gaps and steps of all changes in class order."""
     num_codes = len(new)
@@ -267,8 +271,7 @@ def collect_changes(
     gaps, steps = np.empty(total, np.int32), np.empty(total, np.int32)
     seen, previous = np.zeros(MAX_CLASSES, np.int32), np.full(MAX_CLASSES, -1, np.int32)
     classes, before = np.empty(_TILE, np.uint8), np.empty((MAX_CLASSES, _TILE_BLOCKS), np.int32)
-    msb = np.int64(1) << (bits - 1)
-    all_ones = 2 * msb - 1
+    half = np.int64(1) << (bits - 1)
     j = 0
     for first in range(0, num_codes, _TILE):
         num_blocks = _classify_tile(old, first, num_codes, shift, mask, base, classes)
@@ -282,11 +285,10 @@ def collect_changes(
             c = np.int64(classes[i])
             below = (_ONE << np.uint64(i & (_BLOCK - 1))) - _ONE
             rank = before[c, i // _BLOCK] + np.int32(_popcount(_equals(classes, i & -_BLOCK, c) & below))
-            was = _ordered(np.int64(old[position]), msb, all_ones, sign_magnitude)
-            now = _ordered(np.int64(new[position]), msb, all_ones, sign_magnitude)
+            was, now = _ordered(np.int64(old[position]), bits, flip), _ordered(np.int64(new[position]), bits, flip)
             to = at[c]
             at[c] = to + 1
-            steps[to] = ((now - was + msb) & all_ones) - msb
+            steps[to] = ((now - was + half) & (2 * half - 1)) - half
             gaps[to] = rank - previous[c] - 1
             previous[c] = rank
             j += 1
@@ -602,12 +604,12 @@ def _select(members: np.uint64, index: int) -> int:
 
 @_compile
 def place_changes(
-    old: np.ndarray, bits: int, shift: int, mask: int, sign_magnitude: bool, base: int, counts: np.ndarray, gaps: np.ndarray, steps: np.ndarray
+    old: np.ndarray, bits: int, shift: int, mask: int, flip: int, base: int, counts: np.ndarray, gaps: np.ndarray, steps: np.ndarray
 ) -> tuple[int, np.ndarray, np.ndarray]:
     """How many changes find their place, their positions (ascending) and new codes; `gaps` and `steps` in class order."""
     num_codes, total = len(old), len(gaps)
     changed = np.zeros((num_codes + _BLOCK - 1) // _BLOCK, np.uint64)
-    places = np.empty(total, np.int32)
+    places, new_codes = np.empty(total, np.int32), np.empty(total, old.dtype)
     at, ends, wanted = np.zeros(MAX_CLASSES, np.int64), np.zeros(MAX_CLASSES, np.int64), np.zeros(MAX_CLASSES, np.int64)
     reached = 0
     for c in range(MAX_CLASSES):
@@ -618,6 +620,7 @@ def place_changes(
             wanted[c] = gaps[at[c]]
     seen = np.zeros(MAX_CLASSES, np.int64)
     classes, before = np.empty(_TILE, np.uint8), np.empty(_TILE_BLOCKS, np.int32)
+    all_ones = (np.int64(1) << bits) - 1
     reached = 0
     for first in range(0, num_codes, _TILE):
         if reached == total:
@@ -633,7 +636,9 @@ def place_changes(
             while number < seen[c]:
                 block = np.int64(_popcount(_at_most(before, 0, number))) - 1
                 lane = _select(_equals(classes, block * _BLOCK, c), number - before[block])
-                places[j] = first + block * _BLOCK + lane
+                i = first + block * _BLOCK + lane
+                places[j] = i
+                new_codes[j] = _unordered((_ordered(np.int64(old[i]), bits, flip) + steps[j]) & all_ones, bits, flip)
                 changed[first // _BLOCK + block] |= _ONE << np.uint64(lane)
                 reached += 1
                 j += 1
@@ -649,16 +654,11 @@ def place_changes(
     for block in range(len(changed)):
         before_block[block] = count
         count += np.int64(_popcount(changed[block]))
-    msb = np.int64(1) << (bits - 1)
-    all_ones = 2 * msb - 1
     for j in range(total):
         i = np.int64(places[j])
-        to = before_block[i >> 6] + np.int64(_popcount(changed[i >> 6] & ((_ONE << np.uint64(i & 63)) - _ONE)))
-        o = (_ordered(np.int64(old[i]), msb, all_ones, sign_magnitude) + steps[j]) & all_ones
-        if sign_magnitude:
-            o = o ^ msb if o >= msb else ~o & all_ones
+        to = before_block[i // _BLOCK] + np.int64(_popcount(changed[i // _BLOCK] & ((_ONE << np.uint64(i & (_BLOCK - 1))) - _ONE)))
         positions[to] = i
-        codes[to] = o
+        codes[to] = new_codes[j]
     return reached, positions, codes
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,7 +96,7 @@ def export_directory(
     making = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         for group in grouped(schema, files):
-            write_group(store, record, schema, making, group, max_bytes_start=None)
+            write_group(store, record, schema, making, group, start=None)
         if len(files) > 1:
             (making / INDEX).write_text(index_text(schema, files))
         for source in sorted(like.iterdir()) if like is not None else ():
@@ -106,9 +106,9 @@ def export_directory(
         sync_directory(making)
         making.rename(out)
         sync_directory(out.parent)
-    except BaseException:
+    finally:
+        # Moved away by now, unless something went wrong.
         shutil.rmtree(making, ignore_errors=True)
-        raise
     return Written(record=record, files=tuple(files), num_bytes=sum((out / name).stat().st_size for name in files))
 
 
@@ -141,15 +141,13 @@ def write_group(
     folder: Path,
     files: Mapping[str, Sequence[str]],
     *,
-    max_bytes_start: tuple[int, Tensors] | None,
+    start: tuple[int, Tensors] | None,
 ) -> None:
     """Rebuild the tensors of some files, from nothing or from (version, tensors), write the files and prove what was written."""
     wanted = {name for names in files.values() for name in names}
     held = {spec.name: whole(spec) for spec in schema.tensors if spec.name in wanted}
-    start = None
-    if max_bytes_start is not None:
-        start = (max_bytes_start[0], {name: max_bytes_start[1][name].data for name in held})
-    _, _, data = materialise(store, record.version, start=start, held=held)
+    base = None if start is None else (start[0], {name: start[1][name].data for name in held})
+    _, _, data = materialise(store, record.version, start=base, held=held)
     tensors = tensors_of(schema, data)
     for file, names in files.items():
         write_file(folder / file, {name: tensors[name] for name in names}, metadata_of(record))
@@ -163,16 +161,18 @@ def metadata_of(record: Version) -> dict[str, str]:
 def prove(record: Version, schema: Schema, tensors: Tensors, where: str) -> None:
     """Recompute the fingerprints of these tensors from their bytes; raise WrongWeights unless they are those of the version."""
     if wrong := wrong_tensors(record.print_of(schema).tensors, schema, tensors):
-        raise WrongWeights(f"{where} does not hold version {record.version}: {len(wrong)} tensors differ, first {wrong[0]}", tensors=tuple(wrong))
+        raise WrongWeights(
+            f"{where} does not hold version {record.version}: {len(wrong)} tensors differ, first {wrong[0]}", tensors=tuple(wrong)
+        )
 
 
 def wrong_tensors(expected: Mapping[str, str], schema: Schema, tensors: Tensors) -> list[str]:
     """Names whose bytes do not show the expected fingerprint, in schema order."""
-    return [
-        spec.name for spec in _of(schema, tensors)
-        if fingerprint_bytes(spec.name, spec.dtype, spec.shape, tensors[spec.name].data) != expected[spec.name]
-    ]  # fmt: skip
-
-
-def _of(schema: Schema, tensors: Tensors) -> Iterable:
-    return (spec for spec in schema.tensors if spec.name in tensors)
+    wrong = []
+    for spec in schema.tensors:
+        if (tensor := tensors.get(spec.name)) is None:
+            continue
+        is_sized = tensor.data.nbytes == spec.num_bytes
+        if not is_sized or fingerprint_bytes(spec.name, spec.dtype, spec.shape, tensor.data) != expected[spec.name]:
+            wrong.append(spec.name)
+    return wrong

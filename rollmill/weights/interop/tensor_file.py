@@ -1,6 +1,6 @@
 """One safetensors file, read by its header and mapped, or written in order; bytes only, so that no machine needs torch for it.
 
-    u64 header length | header: JSON of name -> {dtype, shape, data_offsets}, "__metadata__" -> {str: str} | data
+u64 header length | header: JSON of name -> {dtype, shape, data_offsets}, "__metadata__" -> {str: str} | data
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     (length,) = _LENGTH.unpack(mapped[: _LENGTH.size].tobytes())
     start = _LENGTH.size + length
     if length > _MAX_HEADER_BYTES or start > size:
-        raise CorruptSnapshot(f"{path} is no safetensors file, or torn: a header of {length} bytes in a file of {size}; fetch or make it again")
+        raise CorruptSnapshot(
+            f"{path} is no safetensors file, or torn: a header of {length} bytes in a file of {size}; fetch or make it again"
+        )
     try:
         header = json.loads(mapped[_LENGTH.size : start].tobytes())
         metadata = {str(k): str(v) for k, v in (header.pop("__metadata__", None) or {}).items()}
@@ -70,7 +72,9 @@ def read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     for begin, end, name, their_dtype, their_shape in spans:
         dtype, shape = _ours(path, name, their_dtype, their_shape)
         if begin != at or end - begin != math.prod(shape) * item_bytes_of(dtype):
-            raise CorruptSnapshot(f"{path}: {name} of {their_dtype} {list(their_shape)} does not fill bytes {begin} to {end}; fetch or make it again")
+            raise CorruptSnapshot(
+                f"{path}: {name} of {their_dtype} {list(their_shape)} does not fill bytes {begin} to {end}; fetch or make it again"
+            )
         at = end
         found[name] = Tensor(dtype=dtype, shape=shape, data=_aligned(mapped[start + begin : start + end], item_bytes_of(dtype)))
     if start + at != size:
@@ -85,7 +89,11 @@ def write_file(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> int
     at = 0
     for name in order:
         tensor = tensors[name]
-        header[name] = {"dtype": their_dtype(name, tensor.dtype), "shape": _their_shape(tensor), "data_offsets": [at, at + tensor.data.nbytes]}
+        header[name] = {
+            "dtype": their_dtype(name, tensor.dtype),
+            "shape": _their_shape(tensor),
+            "data_offsets": [at, at + tensor.data.nbytes],
+        }
         at += tensor.data.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)

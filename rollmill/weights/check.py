@@ -1,0 +1,168 @@
+"""The proof that a weight store is whole: `verify` rebuilds every version by every route, `fsck` names each damage and its remedy.
+
+Neither writes. Both may run beside a trainer, replicas, a compactor and collection.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from rollmill.weights.damage import Damage, Finding, finding
+from rollmill.weights.encode import in_order
+from rollmill.weights.manifest import Kind, PackRef, Quarantine, Route, RouteName, version_key
+from rollmill.weights.objects import ObjectMissing
+from rollmill.weights.plan import plan
+from rollmill.weights.probe import pack_damage
+from rollmill.weights.repair import repair
+from rollmill.weights.retrace import Retrace
+from rollmill.weights.store import LATEST, RESERVED, WeightStore
+from rollmill.weights.survey import READERS, Survey, strangers, survey
+
+__all__ = ["Damage", "Finding", "fsck", "repair", "verify"]
+
+PUBLISHING_S = 600.0
+"""A version newer than `latest` and younger than this is being published."""
+
+
+def verify(store: WeightStore, *, version: int | None = None) -> list[str]:
+    """Everything that keeps a published version from being rebuilt, bit for bit, by every route that leads to it.
+
+    Of one `version` only the routes to it are proved, each from a proved base.
+    """
+    seen = survey(store)
+    if version is not None and version not in seen.listed_versions:
+        raise ValueError(f"version {version} is not in {store}; `rollmill weights log` lists what is")
+    checked = {name: route for name, route in seen.routes.items() if version in (None, name.version)}
+    damaged = _packs(store, seen, checked, deep=True)
+    walk = Retrace(store, seen, bad=damaged)
+    if version is None:
+        lost = _unreachable(seen, walk.all())
+        found = [*seen.found, *_pointers(seen), *_records(seen), *_bases(seen)]
+    else:
+        lost = [] if walk.version(version) else [_lost(version)]
+        found = [one for one in seen.found if str(version) in one.key]
+    found += [*(one for several in damaged.values() for one in several), *walk.found, *lost]
+    return [str(one) for one in _once(found) if one.is_fatal]
+
+
+def fsck(store: WeightStore, *, deep: bool = False, now: float) -> list[Finding]:
+    """Everything that is wrong, worst first. Reads the small records and the sizes of packs; `deep`: every byte, and decodes it."""
+    seen = survey(store)
+    damaged = _packs(store, seen, seen.routes, deep=deep)
+    walk = Retrace(store, seen, bad=damaged)
+    lost = _unreachable(seen, walk.all() if deep else _reachable(seen, damaged))
+    found = [
+        *seen.found, *_pointers(seen), *_records(seen), *_bases(seen), *(one for several in damaged.values() for one in several),
+        *walk.found, *lost, *_users(seen, now), *_quarantine(store, seen, damaged), *_litter(seen, now), *strangers(store), *_folds(seen),
+    ]  # fmt: skip
+    order = list(Damage)
+    return sorted(_once(found), key=lambda one: (order.index(one.kind), one.key))
+
+
+def _once(found: list[Finding]) -> list[Finding]:
+    """Routes can share a pack, and its damage is one."""
+    return list({(one.kind, one.key): one for one in found}.values())
+
+
+def _packs(store: WeightStore, seen: Survey, routes: dict[RouteName, Route], *, deep: bool) -> dict[str, list[Finding]]:
+    """Key of a route -> what is wrong with its packs."""
+
+    def look(item: tuple[Route, PackRef]) -> tuple[Route, Finding | None]:
+        return item[0], pack_damage(store, item[0], item[1], deep=deep)
+
+    work = [(route, ref) for name, route in sorted(routes.items(), key=lambda item: item[0].key) for ref in route.packs]
+    found = defaultdict(list)
+    for route, damage in in_order(look, work, workers=READERS):
+        if damage is not None and _is_there(store, route.name.key):
+            found[route.name.key].append(damage)
+    return dict(found)
+
+
+def _is_there(store: WeightStore, key: str) -> bool:
+    """A pack may go when its route has gone: collected while we looked is no damage."""
+    try:
+        return store.objects.size(key) >= 0
+    except ObjectMissing:
+        return False
+
+
+def _pointers(seen: Survey) -> Iterator[Finding]:
+    trace = seen.highest_trace
+    if not seen.has_latest and seen.listed_versions:
+        yield finding(Damage.LATEST_MISSING, LATEST, f"{len(seen.listed_versions)} versions are published and nothing points at one")
+    if seen.latest is not None and seen.latest.version not in seen.listed_versions:
+        yield finding(Damage.LATEST_POINTS_AT_NOTHING, LATEST, f"points at version {seen.latest.version}, which has no record")
+    if not seen.has_reserved and trace >= 0:
+        yield finding(Damage.RESERVED_MISSING, RESERVED, f"numbers up to {trace} were used")
+    if seen.reserved is not None and seen.reserved.version < trace:
+        yield finding(Damage.RESERVED_BEHIND, RESERVED, f"stands at {seen.reserved.version}, numbers up to {trace} were used")
+
+
+def _records(seen: Survey) -> Iterator[Finding]:
+    for number, record in sorted(seen.versions.items()):
+        before = record.previous
+        if before is not None and before not in seen.listed_versions and not seen.is_collected(before):
+            yield finding(Damage.VERSION_MISSING, version_key(before), f"version {number} follows it")
+
+
+def _bases(seen: Survey) -> Iterator[Finding]:
+    known = seen.listed_versions | {name.version for name in seen.listed_routes}
+    for name, route in seen.routes.items():
+        record = seen.versions.get(name.version)
+        if name.base is not None and name.base not in known and not seen.is_collected(name.base):
+            yield finding(Damage.ROUTE_BASE_UNKNOWN, name.key, f"starts from version {name.base}, of which nothing is here")
+        if record is not None and record.schema != route.schema:
+            what = f"has schema {route.schema[:8]}, its version {record.schema[:8]}: no reader takes it"
+            yield finding(Damage.ROUTE_OF_ANOTHER_SCHEMA, name.key, what)
+
+
+def _reachable(seen: Survey, damaged: dict[str, list[Finding]]) -> set[int]:
+    """Versions with a way from a full route, as far as records tell."""
+    reached: set[int | None] = {None}
+    for name in sorted(seen.routes, key=lambda name: name.version):
+        record = seen.versions.get(name.version)
+        fits = record is None or record.schema == seen.routes[name].schema
+        if fits and name.key not in damaged and name.base in reached:
+            reached.add(name.version)
+    return {version for version in reached if version is not None}
+
+
+def _unreachable(seen: Survey, reached: set[int]) -> list[Finding]:
+    return [
+        _lost(number)
+        for number, record in sorted(seen.versions.items())
+        if number not in reached and not seen.is_collected(number) and record.schema in seen.schemas
+    ]
+
+
+def _lost(version: int) -> Finding:
+    return finding(Damage.VERSION_UNREACHABLE, version_key(version), "no whole route leads to it")
+
+
+def _users(seen: Survey, now: float) -> Iterator[Finding]:
+    for lease in seen.leases:
+        record = None if lease.version is None else seen.versions.get(lease.version)
+        if lease.expires < now:
+            yield finding(Damage.LEASE_EXPIRED, lease.key, f"{lease.replica} was last heard {now - lease.renewed:.0f} s ago")
+        elif lease.version is not None and lease.version not in seen.listed_versions:
+            what = f"{lease.replica} serves version {lease.version}, which is not in the store"
+            yield finding(Damage.LEASE_OF_GONE_VERSION, lease.key, what)
+        elif record is not None and lease.fingerprint != record.fingerprint:
+            what = f"{lease.replica} serves {lease.fingerprint or 'nothing proved'} as version {lease.version}, which is {record.fingerprint}"
+            yield finding(Damage.LEASE_OTHER_FINGERPRINT, lease.key, what)
+        elif seen.latest is not None and lease.version is not None and lease.version > seen.latest.version:
+            what = f"points at version {seen.latest.version}, {lease.replica} serves {lease.version}"
+            yield finding(Damage.LATEST_WENT_BACK, LATEST, what)
+    for tag in seen.tags:
+        if tag.version not in seen.listed_versions:
+            yield finding(Damage.TAG_OF_MISSING_VERSION, tag.key, f"{tag.name} names version {tag.version}, which has no record")
+
+
+def _quarantine(store: WeightStore, seen: Survey, damaged: dict[str, list[Finding]]) -> Iterator[Finding]:
+    # There are few, and replicas do without them until they are released: so each is looked at in full.
+    for record in seen.quarantined:
+        if why := still_damaged(store, seen, record):
+            yield finding(Damage.QUARANTINED, record.key, f"{record.target} is not used: {why}")
+        else:
+            yield finding(Damage.QUARANTINE_OBSOLETE, record.key, f"{record.target} is whole again or no longer needed")
