@@ -5,22 +5,25 @@ Neither writes. Both may run beside a trainer, replicas, a compactor and collect
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 
 from rollmill.weights.damage import Damage, Finding, finding
 from rollmill.weights.encode import in_order
-from rollmill.weights.manifest import Kind, PackRef, Quarantine, Route, RouteName, version_key
+from rollmill.weights.manifest import Kind, PackRef, Route, RouteName, version_key
 from rollmill.weights.objects import ObjectMissing
-from rollmill.weights.plan import plan
+from rollmill.weights.plan import plan, reachable
 from rollmill.weights.probe import pack_damage
 from rollmill.weights.repair import repair
-from rollmill.weights.retrace import Retrace
-from rollmill.weights.store import LATEST, RESERVED, WeightStore
-from rollmill.weights.survey import READERS, Survey, strangers, survey
+from rollmill.weights.retrace import Retrace, leads_somewhere, unusable
+from rollmill.weights.store import FLOOR, LATEST, RESERVED, WeightStore
+from rollmill.weights.survey import READERS, Survey, pack_version, strangers, survey
 
 __all__ = ["Damage", "Finding", "fsck", "repair", "verify"]
 
+OVERDUE_S = 3600.0
+"""Collection runs now and then; a tombstone this late means that it does not."""
 PUBLISHING_S = 600.0
 """A version newer than `latest` and younger than this is being published."""
 
@@ -51,10 +54,10 @@ def fsck(store: WeightStore, *, deep: bool = False, now: float) -> list[Finding]
     seen = survey(store)
     damaged = _packs(store, seen, seen.routes, deep=deep)
     walk = Retrace(store, seen, bad=damaged)
-    lost = _unreachable(seen, walk.all() if deep else _reachable(seen, damaged))
+    lost = _unreachable(seen, walk.all() if deep else _by_records(seen, damaged))
     found = [
         *seen.found, *_pointers(seen), *_records(seen), *_bases(seen), *(one for several in damaged.values() for one in several),
-        *walk.found, *lost, *_users(seen, now), *_quarantine(store, seen, damaged), *_litter(seen, now), *strangers(store), *_folds(seen),
+        *walk.found, *lost, *_users(seen, now), *_quarantine(store, seen), *_litter(seen, now), *strangers(store), *_folds(seen),
     ]  # fmt: skip
     order = list(Damage)
     return sorted(_once(found), key=lambda one: (order.index(one.kind), one.key))
@@ -100,10 +103,14 @@ def _pointers(seen: Survey) -> Iterator[Finding]:
 
 
 def _records(seen: Survey) -> Iterator[Finding]:
+    lowest = min([*seen.listed_versions, *(name.version for name in seen.listed_routes), *map(pack_version, seen.packs)], default=0)
     for number, record in sorted(seen.versions.items()):
         before = record.previous
         if before is not None and before not in seen.listed_versions and not seen.is_collected(before):
-            yield finding(Damage.VERSION_MISSING, version_key(before), f"version {number} follows it")
+            if before < lowest and not seen.has_floor:
+                yield finding(Damage.FLOOR_MISSING, FLOOR, f"nothing older than version {number} is left, which is not the first")
+            else:
+                yield finding(Damage.VERSION_MISSING, version_key(before), f"version {number} follows it")
 
 
 def _bases(seen: Survey) -> Iterator[Finding]:
@@ -117,15 +124,9 @@ def _bases(seen: Survey) -> Iterator[Finding]:
             yield finding(Damage.ROUTE_OF_ANOTHER_SCHEMA, name.key, what)
 
 
-def _reachable(seen: Survey, damaged: dict[str, list[Finding]]) -> set[int]:
+def _by_records(seen: Survey, damaged: dict[str, list[Finding]]) -> set[int]:
     """Versions with a way from a full route, as far as records tell."""
-    reached: set[int | None] = {None}
-    for name in sorted(seen.routes, key=lambda name: name.version):
-        record = seen.versions.get(name.version)
-        fits = record is None or record.schema == seen.routes[name].schema
-        if fits and name.key not in damaged and name.base in reached:
-            reached.add(name.version)
-    return {version for version in reached if version is not None}
+    return reachable(name for name, route in seen.routes.items() if name.key not in damaged and leads_somewhere(seen, route))
 
 
 def _unreachable(seen: Survey, reached: set[int]) -> list[Finding]:
@@ -149,7 +150,9 @@ def _users(seen: Survey, now: float) -> Iterator[Finding]:
             what = f"{lease.replica} serves version {lease.version}, which is not in the store"
             yield finding(Damage.LEASE_OF_GONE_VERSION, lease.key, what)
         elif record is not None and lease.fingerprint != record.fingerprint:
-            what = f"{lease.replica} serves {lease.fingerprint or 'nothing proved'} as version {lease.version}, which is {record.fingerprint}"
+            what = (
+                f"{lease.replica} serves {lease.fingerprint or 'nothing proved'} as version {lease.version}, which is {record.fingerprint}"
+            )
             yield finding(Damage.LEASE_OTHER_FINGERPRINT, lease.key, what)
         elif seen.latest is not None and lease.version is not None and lease.version > seen.latest.version:
             what = f"points at version {seen.latest.version}, {lease.replica} serves {lease.version}"
@@ -159,10 +162,60 @@ def _users(seen: Survey, now: float) -> Iterator[Finding]:
             yield finding(Damage.TAG_OF_MISSING_VERSION, tag.key, f"{tag.name} names version {tag.version}, which has no record")
 
 
-def _quarantine(store: WeightStore, seen: Survey, damaged: dict[str, list[Finding]]) -> Iterator[Finding]:
+def _quarantine(store: WeightStore, seen: Survey) -> Iterator[Finding]:
     # There are few, and replicas do without them until they are released: so each is looked at in full.
     for record in seen.quarantined:
-        if why := still_damaged(store, seen, record):
+        if why := unusable(store, seen, record.target):
             yield finding(Damage.QUARANTINED, record.key, f"{record.target} is not used: {why}")
         else:
             yield finding(Damage.QUARANTINE_OBSOLETE, record.key, f"{record.target} is whole again or no longer needed")
+
+
+def _litter(seen: Survey, now: float) -> Iterator[Finding]:
+    for stone in seen.tombstones:
+        if stone.delete_after + OVERDUE_S < now:
+            what = f"{stone.num_bytes} bytes were to go {now - stone.delete_after:.0f} s ago"
+            yield finding(Damage.TOMBSTONE_OVERDUE, stone.key, what)
+    doomed = {key for stone in seen.tombstones for key in (*stone.packs, *stone.routes)}
+    for name in sorted(seen.routes, key=lambda name: name.key):
+        if name.version not in seen.listed_versions and not seen.is_collected(name.version) and name.key not in doomed:
+            yield finding(Damage.ROUTE_ORPHAN, name.key, f"version {name.version} was never published")
+    named = {ref.key for route in seen.routes.values() for ref in route.packs}
+    unread = {name.version for name in seen.listed_routes - seen.routes.keys()}
+    for key in sorted(seen.packs - named - doomed):
+        # A route that cannot be read may name it, and is a finding of its own.
+        if pack_version(key) not in unread:
+            yield finding(Damage.PACK_ORPHAN, key, "no route names it")
+    yield from _off_the_line(seen, now)
+
+
+def _off_the_line(seen: Survey, now: float) -> Iterator[Finding]:
+    line = set(seen.line)
+    if seen.latest is None:
+        return
+    claims: dict[int | None, list[int]] = defaultdict(list)
+    for number, record in sorted(seen.versions.items()):
+        claims[record.previous].append(number)
+        is_new = number in seen.early_versions and record.created > now - PUBLISHING_S
+        if number > seen.latest.version and not is_new:
+            yield finding(Damage.VERSION_UNSERVED, record.key, f"latest is {seen.latest.version}; its publisher died before it moved it")
+    for before, numbers in claims.items():
+        served = [number for number in numbers if number in line] or numbers[-1:]
+        for number in numbers:
+            if number not in served and number <= seen.latest.version:
+                after = "is a first version" if before is None else f"follows version {before}"
+                yield finding(Damage.FORK, version_key(number), f"{after} like version {served[0]}, which is on the line of `latest`")
+
+
+def _folds(seen: Survey) -> Iterator[Finding]:
+    """A fold that saves nothing costs space and the choice of a reader."""
+    names = sorted(seen.routes, key=lambda name: name.version)
+    for name in names:
+        if seen.routes[name].kind is not Kind.FOLD or name.base is None:
+            continue
+        first, last = (bisect_right(names, number, key=lambda other: other.version) for number in (name.base, name.version))
+        between = [other for other in names[first:last] if other.base is not None]
+        chain = plan(between, held=name.base, target=name.version, refused={name.key}, hop_bytes=0)
+        if chain and name.num_bytes >= (num_bytes := sum(hop.num_bytes for hop in chain)):
+            what = f"{name.num_bytes} bytes, the {len(chain)} routes it stands for have {num_bytes}"
+            yield finding(Damage.FOLD_NOT_SMALLER, name.key, what)

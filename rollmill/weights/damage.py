@@ -24,6 +24,8 @@ class Damage(StrEnum):
     RESERVED_UNREADABLE = "reserved_unreadable"
     RESERVED_BEHIND = "reserved_behind"
     """A number that was used already would be given out again."""
+    FLOOR_MISSING = "floor_missing"
+    """The line ends in the middle, and nothing older is left: it was collected, and the record of that is gone."""
     FLOOR_UNREADABLE = "floor_unreadable"
     VERSION_MISSING = "version_missing"
     VERSION_UNREADABLE = "version_unreadable"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -44,7 +44,7 @@ def num_workers() -> int:
     return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def in_order(work: Callable[[Item], Result], items: Iterable[Item], *, workers: int) -> Iterator[Result]:
+def in_order(work: Callable[[Item], Result], items: Iterable[Item], *, workers: int) -> Generator[Result, None, None]:
     """`map` over threads, results in order, at most two items a thread in flight."""
     if workers == 1:
         yield from map(work, items)

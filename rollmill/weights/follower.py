@@ -13,12 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 
 from rollmill.weights.encode import in_order, num_workers
 from rollmill.weights.errors import CorruptSnapshot, UnknownFormat, WrongBase, WrongWeights
 from rollmill.weights.live import LiveWeights, TensorPatch
 from rollmill.weights.manifest import Lease, Route, Version, version_key
 from rollmill.weights.pack import Entry
+from rollmill.weights.peer import fetch_from_peer
 from rollmill.weights.proof import Fingerprint, Lanes, add, base_value, combine, seeds_of, to_hex
 from rollmill.weights.reader import Damaged, OpenRoute, TensorWork, advance, find_path, work_of, works
 from rollmill.weights.schema import Schema
@@ -27,6 +29,8 @@ from rollmill.weights.stage import bad_cells, difference, patch_of
 from rollmill.weights.store import WeightStore
 
 log = logging.getLogger(__name__)
+# A joiner that three replicas could not serve is better off with the store.
+_MAX_PEERS = 3
 Agree = Callable[[dict[str, Lanes]], dict[str, Lanes]]
 """Joins the ranks of a sharded replica: the lane-wise sums over all of them, the same on each."""
 
@@ -72,6 +76,10 @@ class FollowerStats:
     """Cells of live weights that had to be fetched again."""
     num_read_errors: int = 0
     """Reads that the system refused; tried again at the next poll."""
+    num_from_peer: int = 0
+    """Times the weights to start from came from another replica."""
+    num_peers_failed: int = 0
+    """Replicas that were asked for weights and could not give them."""
     bytes_read: int = 0
     problem: str = ""
     """Why the replica is behind `latest`, in plain words; empty when nothing is wrong."""
@@ -104,6 +112,8 @@ class Follower:
         self._lock = threading.Lock()
         self._staging = threading.Lock()
         self._held: _HeldVersion | None = None
+        self.swaps = 0
+        """Odd while a swap is under way; a reader of the live weights that sees the same even number twice read one version."""
         self._settled: int | None = None
         """The value of `latest` that was last staged or given up on."""
         self._refused: dict[str, str] = {}
@@ -160,6 +170,13 @@ class Follower:
 
     def swap(self, staged: Staged) -> Fingerprint:
         """Apply and prove `staged`; when the proof fails put the old version back, prove that, and raise WrongWeights."""
+        self.swaps += 1
+        try:
+            return self._swap(staged)
+        finally:
+            self.swaps += 1
+
+    def _swap(self, staged: Staged) -> Fingerprint:
         began = time.monotonic()
         self._refuse_wrong_base(staged)
         self._live.apply(staged.patch)
@@ -288,11 +305,13 @@ class Follower:
                 continue
             if version_key(at) not in self._refused:
                 return record
-            at = record.previous
+            at = record.previous if at > self._store.floor().version else None
         return None
 
     def _prepare(self, record: Version, schema: Schema, path: Sequence[Route], held: _HeldVersion | None, planning: float) -> Staged:
         fetching = time.monotonic()
+        if held is None and self._load_from_peer(record, schema):
+            path = ()
         hops = [OpenRoute(self._store, route) for route in path if route.packs]
         fresh = bool(path) and path[0].base is None
         parts = self._live.held()
@@ -315,6 +334,23 @@ class Follower:
             num_changed=num_changed, bytes_read=sum(hop.bytes_read for hop in hops), num_packs=sum(len(r.packs) for r in path),
             timings_s={"plan": fetching - planning, "fetch_decode": done - fetching}, patch=patch,
         )  # fmt: skip
+
+    def _load_from_peer(self, record: Version, schema: Schema) -> bool:
+        """Take the weights to start from out of a replica that serves them: nearer than any store. Whatever fails, the store is left."""
+        now = time.time()
+        peers = [p for p in self._store.leases() if p.url and p.version == record.version and p.expires > now and p.replica != self._replica]
+        # Joiners that start together begin with different peers.
+        for peer in sorted(peers, key=lambda p: blake3(f"{self._replica} {p.replica}".encode()).digest())[:_MAX_PEERS]:
+            try:
+                for name, data in fetch_from_peer(peer.url, record, schema, self._live.held()):
+                    self._live.load(name, data)
+            except (OSError, ValueError, WrongWeights) as error:
+                self._count(num_peers_failed=1)
+                log.warning("weights: replica %s cannot give version %d: %s", peer.replica, record.version, error)
+                continue
+            self._count(num_from_peer=1)
+            return True
+        return False
 
     def _load(self, work: TensorWork) -> None:
         data = np.zeros(work.held.num_bytes, np.uint8)

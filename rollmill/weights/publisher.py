@@ -108,7 +108,7 @@ class Publisher:
         self._latest = None if pointer is None else pointer.version
         self._epoch = 0 if pointer is None else pointer.epoch
         self._base: _Base | None = None
-        self._num_damaged = len(store.quarantined())
+        self._damaged = set(store.quarantined())
         self._changed = threading.Condition()
         self._pending: _Job | None = None
         self._busy = False
@@ -263,8 +263,8 @@ class Publisher:
         return part.pack.num_bytes
 
     def _is_damaged(self) -> bool:
-        before, self._num_damaged = self._num_damaged, len(self._store.quarantined())
-        return self._num_damaged > before
+        before, self._damaged = self._damaged, set(self._store.quarantined())
+        return bool(self._damaged - before)
 
     def _schema(self, tensors: Mapping[str, torch.Tensor]) -> Schema:
         triples = ((name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items())

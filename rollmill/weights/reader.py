@@ -222,13 +222,14 @@ def materialise(
             start = None
 
 
-def replay(store: WeightStore, route: Route, record: Version, schema: Schema, data: dict[str, np.ndarray]) -> None:
+def replay(store: WeightStore, route: Route, record: Version | None, schema: Schema, data: dict[str, np.ndarray]) -> None:
     """Take the bytes of a route's base (anything for a full route) through it, in place, and prove that they became the version.
 
-    Raises CorruptSnapshot or WrongBase; the bytes are of no use then.
+    Without its record only each cell is proved. Raises Damaged or WrongBase; the bytes are of no use then.
     """
     _move([OpenRoute(store, route)], schema, all_of(schema), data, num_workers())
-    _prove(record, schema, data, [route])
+    if record is not None:
+        _prove(record, schema, data, [route])
 
 
 def _follow(

@@ -2,46 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 
 from rollmill.weights.damage import Damage, Finding, finding
-from rollmill.weights.encode import in_order, num_workers
 from rollmill.weights.errors import UnknownFormat, WrongBase
-from rollmill.weights.manifest import Route, RouteName, Version
+from rollmill.weights.manifest import Route, RouteName, version_in
 from rollmill.weights.plan import plan
-from rollmill.weights.proof import combine, fingerprint_bytes
-from rollmill.weights.reader import Damaged, OpenRoute, TensorWork, advance, works
-from rollmill.weights.schema import Schema
-from rollmill.weights.shard import all_of
+from rollmill.weights.probe import pack_damage
+from rollmill.weights.reader import Damaged, replay
 from rollmill.weights.store import WeightStore
 from rollmill.weights.survey import Survey
 
 Weights = dict[str, np.ndarray]
 MAX_HELD = 5
 """Folds at 4, 16 and 64 versions keep three bases waiting beside the newest version; one more for an alias."""
-
-
-def take(store: WeightStore, route: Route, schema: Schema, base: Weights | None) -> Weights:
-    """The bytes that a route makes of those of its base, proved cell by cell. Raises Damaged or WrongBase."""
-    held = all_of(schema)
-    assert (base is None) == (route.base is None)
-    data = {name: np.zeros(part.num_bytes, np.uint8) if base is None else np.array(base[name]) for name, part in held.items()}
-    hops = [OpenRoute(store, route)] if route.packs else []
-
-    def move(work: TensorWork) -> None:
-        advance(work, data[work.held.spec.name])
-
-    for _ in in_order(move, works(hops, schema, held), workers=num_workers()):
-        pass
-    return data
-
-
-def differing(record: Version, schema: Schema, data: Mapping[str, np.ndarray]) -> tuple[str, ...]:
-    """The tensors whose bytes are not those of the version."""
-    found = combine({spec.name: fingerprint_bytes(spec.name, spec.dtype, spec.shape, data[spec.name]) for spec in schema.tensors})
-    return found.differing(record.print_of(schema))
 
 
 class Retrace:
@@ -55,7 +31,7 @@ class Retrace:
         self._ways: dict[int, list[RouteName]] = {}
         self._uses: dict[int, list[int]] = {}
         for name in sorted(seen.routes, key=lambda name: (name.version, name.num_bytes)):
-            if _leads_somewhere(seen, seen.routes[name]):
+            if leads_somewhere(seen, seen.routes[name]):
                 self._ways.setdefault(name.version, []).append(name)
                 self._uses.setdefault(-1 if name.base is None else name.base, []).append(name.version)
         self.found: list[Finding] = []
@@ -75,6 +51,11 @@ class Retrace:
             return False
         self._hold(version, data)
         return True
+
+    def route(self, name: RouteName) -> bool:
+        """Prove one route."""
+        listed = name.key not in self._bad and name in self._ways.get(name.version, ())
+        return listed and self._proved(self._seen.routes[name]) is not None
 
     def weights(self, version: int) -> Weights | None:
         """The bytes of a version by any good way; None when there is none left. Nobody may write into them."""
@@ -101,17 +82,16 @@ class Retrace:
         schema, record = self._seen.schemas[route.schema], self._seen.versions.get(route.version)
         if base is not None and any(spec.name not in base or base[spec.name].nbytes != spec.num_bytes for spec in schema.tensors):
             return self._blame(route, Damage.ROUTE_GIVES_OTHER_WEIGHTS, route.name.key, f"the tensors of version {route.base} are others")
+        data = {spec.name: np.zeros(spec.num_bytes, np.uint8) if base is None else np.array(base[spec.name]) for spec in schema.tensors}
         try:
-            data = take(self._store, route, schema, base)
+            replay(self._store, route, record, schema, data)
         except Damaged as damaged:
-            return self._blame(route, Damage.PACK_UNDECODABLE, damaged.key, damaged.reason)
+            kind = Damage.PACK_UNDECODABLE if damaged.key.startswith("packs/") else Damage.ROUTE_GIVES_OTHER_WEIGHTS
+            return self._blame(route, kind, damaged.key, damaged.reason)
         except UnknownFormat as error:
             return self._blame(route, Damage.OTHER_FORM, route.name.key, str(error))
         except WrongBase as error:
             return self._blame(route, Damage.ROUTE_GIVES_OTHER_WEIGHTS, route.name.key, str(error))
-        if record is not None and (wrong := differing(record, schema, data)):
-            what = f"{len(wrong)} tensors are not those of version {route.version}, first {wrong[0]}"
-            return self._blame(route, Damage.ROUTE_GIVES_OTHER_WEIGHTS, route.name.key, what)
         return data
 
     def _blame(self, route: Route, kind: Damage, key: str, what: str) -> None:
@@ -134,7 +114,26 @@ class Retrace:
                 del self._held[held]
 
 
-def _leads_somewhere(seen: Survey, route: Route) -> bool:
+def leads_somewhere(seen: Survey, route: Route) -> bool:
     """Whether a route can be tried at all: readers leave out one that has another schema than its version."""
     record = seen.versions.get(route.version)
     return route.schema in seen.schemas and (record is None or record.schema == route.schema)
+
+
+def unusable(store: WeightStore, seen: Survey, target: str) -> str:
+    """Why a quarantined object cannot be used; empty when it is whole or nothing refers to it any more."""
+    unread = [one.what for one in seen.found if one.key == target]
+    if unread:
+        return unread[0]
+    if (number := version_in(target)) is not None:
+        if number not in seen.versions:
+            return "" if seen.is_collected(number) else "its record is gone"
+        return "" if Retrace(store, seen).version(number) else "no whole route leads to it"
+    wanted = [route for name, route in seen.routes.items() if target in (name.key, *(ref.key for ref in route.packs))]
+    for route in wanted:
+        for ref in route.packs:
+            if target in (ref.key, route.name.key) and (damage := pack_damage(store, route, ref, deep=True)) is not None:
+                return damage.what
+        if not Retrace(store, seen).route(route.name):
+            return "it does not lead to its version"
+    return ""

@@ -10,6 +10,7 @@ import functools
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -41,6 +42,8 @@ from rollmill.weights.schema import Schema
 
 LATEST, RESERVED, FLOOR = "latest.json", "reserved.json", "floor.json"
 _RESERVE_TRIES = 100
+_UNDER_WAY = 16
+"""Numbers given out without a trace yet: a publisher has two at most, a roll-back one."""
 
 
 def open_store(where: str | os.PathLike[str]) -> WeightStore:
@@ -119,10 +122,9 @@ class WeightStore:
     def floor(self) -> Floor:
         """Where the line begins; below every version until something was collected."""
         try:
-            data, _ = self.objects.get(FLOOR)
+            return self._unsealed(FLOOR, Floor, f"{FLOOR} in {self}")[0]
         except ObjectMissing:
             return Floor(version=-1, position=0)
-        return unseal(data, Floor, f"{FLOOR} in {self}")
 
     def schema(self, digest: str) -> Schema:
         return self._schema(digest)
@@ -143,12 +145,7 @@ class WeightStore:
     def reserve(self) -> int:
         """A version number that nobody was given before or will be given again."""
         for _ in range(_RESERVE_TRIES):
-            try:
-                pointer, tag = self._pointer(RESERVED)
-                number = self._highest_trace() if pointer is None else pointer.version
-            except CorruptSnapshot:
-                # Lost with its disk block: every number that left a trace counts as given out.
-                number, tag = self._highest_trace(), self.objects.get(RESERVED)[1]
+            number, tag = self._last_number()
             try:
                 self.objects.swap(RESERVED, seal(Pointer(version=number + 1)), expected=tag)
             except SwapLost:
@@ -156,8 +153,26 @@ class WeightStore:
             return number + 1
         raise LatestMoved(f"no version number could be reserved in {self} in {_RESERVE_TRIES} tries; too many writers share it")
 
+    def renumber(self) -> int:
+        """Put `reserved` past every number that was used, when it is lost, damaged or an old copy; where it stands then."""
+        for _ in range(_RESERVE_TRIES):
+            number, tag = self._last_number()
+            number = max(number, self._highest_trace())
+            try:
+                self.objects.swap(RESERVED, seal(Pointer(version=number)), expected=tag)
+            except SwapLost:
+                continue
+            return number
+        raise LatestMoved(f"{RESERVED} in {self} could not be moved in {_RESERVE_TRIES} tries; too many writers share it")
+
     def put_schema(self, schema: Schema) -> None:
-        self.objects.create(schema_key(schema.digest), seal(schema))
+        if self.objects.create(schema_key(schema.digest), seal(schema)):
+            return
+        try:
+            self.schema(schema.digest)
+        except CorruptSnapshot:
+            # Only who has the tensors knows the table: a damaged one is mended here or never.
+            self.objects.put(schema_key(schema.digest), [seal(schema)])
 
     def put_pack(self, writer: PackWriter, cells: Iterable[Coded]) -> PackRef:
         """Durable when it returns."""
@@ -264,10 +279,18 @@ class WeightStore:
 
     def _read(self, key: str, kind: type[Record]) -> Record:
         try:
-            data, _ = self.objects.get(key)
+            return self._unsealed(key, kind, f"{key} in {self}")[0]
         except ObjectMissing as missing:
             raise CorruptSnapshot(f"{key} is missing in {self}") from missing
-        return unseal(data, kind, f"{key} in {self}")
+
+    def _unsealed(self, key: str, kind: type[Record], what: str) -> tuple[Record, str]:
+        data, tag = self.objects.get(key)
+        try:
+            return unseal(data, kind, what), tag
+        except CorruptSnapshot:
+            # A second read before the object is blamed: the first may have met a bad cable.
+            data, tag = self.objects.get(key)
+            return unseal(data, kind, what), tag
 
     def _read_schema(self, digest: str) -> Schema:
         found = self._read(schema_key(digest), Schema)
@@ -276,12 +299,11 @@ class WeightStore:
         return found
 
     def _pointer(self, key: str) -> tuple[Pointer | None, str | None]:
+        hint = f"{key} in {self} (`rollmill weights fsck --repair` points it at the newest whole version)"
         try:
-            data, tag = self.objects.get(key)
+            return self._unsealed(key, Pointer, hint)
         except ObjectMissing:
             return None, None
-        hint = f"{key} in {self} (`rollmill weights fsck --repair` points it at the newest whole version)"
-        return unseal(data, Pointer, hint), tag
 
     def repoint(self, version: Version) -> None:
         """Put `latest` on a published version when its own bytes are lost or damaged; an intact pointer is left alone."""
@@ -291,6 +313,21 @@ class WeightStore:
         except CorruptSnapshot:
             tag = self.objects.get(LATEST)[1]
         self.objects.swap(LATEST, seal(Pointer(version=version.version, epoch=version.epoch)), expected=tag)
+
+    def _last_number(self) -> tuple[int, str | None]:
+        """The number given out last, and the tag of the object that says so."""
+        tag = None
+        try:
+            # The tag is that of the bytes judged, so that a number somebody else mends meanwhile is not overwritten.
+            for _ in range(2):
+                data, tag = self.objects.get(RESERVED)
+                with suppress(CorruptSnapshot):
+                    return unseal(data, Pointer, RESERVED).version, tag
+        except ObjectMissing:
+            tag = None
+        # Lost with its disk block: what left a trace was given out, and a few more may be under way without one.
+        highest = self._highest_trace()
+        return highest + (_UNDER_WAY if highest >= 0 else 0), tag
 
     def _highest_trace(self) -> int:
         numbers = [-1, *self.versions(), *(name.version for name in self.routes())]

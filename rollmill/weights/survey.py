@@ -14,6 +14,7 @@ from rollmill.weights.damage import Damage, Finding, finding
 from rollmill.weights.encode import in_order
 from rollmill.weights.errors import CorruptSnapshot, UnknownFormat
 from rollmill.weights.manifest import (
+    Floor,
     Lease,
     Pointer,
     Quarantine,
@@ -31,13 +32,12 @@ from rollmill.weights.manifest import (
 )
 from rollmill.weights.objects import Directory, ObjectMissing
 from rollmill.weights.schema import Schema
-from rollmill.weights.store import LATEST, RESERVED, WeightStore
+from rollmill.weights.store import FLOOR, LATEST, RESERVED, WeightStore
 
 READERS = 16
 """Small reads wait for the network, not for a core."""
 Named = TypeVar("Named", Lease, Tag, Tombstone, Quarantine)
-FLOOR = "floor.json"
-_FOLDERS = ("leases/", "packs/", "quarantine/", "routes/", "schema/", "tags/", "tombstones/", "versions/")
+_FOLDERS = ("declined/", "leases/", "packs/", "quarantine/", "routes/", "schema/", "tags/", "tombstones/", "versions/")
 
 
 @dataclass(kw_only=True)
@@ -64,7 +64,8 @@ class Survey:
     listed_versions: set[int] = field(default_factory=set)
     schemas: dict[str, Schema] = field(default_factory=dict)
     floor: int = -1
-    """Versions up to this one may have been collected."""
+    """Versions before this one may have been collected."""
+    has_floor: bool = False
     reserved: Pointer | None = None
     has_reserved: bool = False
 
@@ -81,12 +82,17 @@ class Survey:
     @property
     def highest_trace(self) -> int:
         """The largest number that anything was ever written for."""
-        of_packs = (int(part) for key in self.packs if (part := key.split("/")[1]).isdigit())
-        return max([-1, *self.listed_versions, *(name.version for name in self.listed_routes), *of_packs])
+        return max([-1, *self.listed_versions, *(name.version for name in self.listed_routes), *map(pack_version, self.packs)])
 
     def is_collected(self, version: int) -> bool:
         """Whether it is right that a version, or the ways to it, are gone."""
-        return version <= self.floor or any(version_key(version) in stone.versions for stone in self.tombstones)
+        return version < self.floor or any(version_key(version) in stone.versions for stone in self.tombstones)
+
+
+def pack_version(key: str) -> int:
+    """The version in whose folder a pack lies; -1 when it lies in none."""
+    part = key.split("/")[1]
+    return int(part) if part.isdigit() else -1
 
 
 def survey(store: WeightStore) -> Survey:
@@ -101,13 +107,13 @@ def survey(store: WeightStore) -> Survey:
     _read_versions(store, seen)
     _read_schemas(store, seen)
     seen.tombstones = [*_named(store, seen, "tombstones/", Tombstone, Damage.TOMBSTONE_UNREADABLE)]
-    _, floor = _one(store, seen, FLOOR, Pointer, Damage.FLOOR_UNREADABLE)
+    seen.has_floor, floor = _one(store, seen, FLOOR, Floor, Damage.FLOOR_UNREADABLE)
     seen.floor = -1 if floor is None else floor.version
     seen.has_reserved, seen.reserved = _one(store, seen, RESERVED, Pointer, Damage.RESERVED_UNREADABLE)
     return seen
 
 
-def strangers(store: WeightStore, seen: Survey) -> list[Finding]:
+def strangers(store: WeightStore) -> list[Finding]:
     """Objects that no Rollmill writes, and what dead writers left half-written."""
     known = {LATEST, RESERVED, FLOOR}
     found = []

@@ -83,7 +83,7 @@ def test_quantising_what_was_dequantised_changes_no_bit(scheme: Scheme, rows: in
     generator = torch.Generator().manual_seed(seed)
     scales = torch.tensor([2.0**e for e in exponents])
     picked = scales[torch.randint(len(exponents), (rows, 2 * half_cols), generator=generator)]
-    once = quantise("w", (torch.randn(rows, 2 * half_cols, generator=generator) * picked).clamp(-8e37, 8e37), scheme)
+    once = quantise("w", (torch.randn(rows, 2 * half_cols, generator=generator) * picked).clamp(-(2.0**125), 2.0**125), scheme)
     assert bits(again(once, scheme)) == bits(once)
 
 
@@ -116,7 +116,7 @@ def test_zeros_give_zeros_and_minus_zero_has_no_code_of_its_own(scheme: Scheme) 
 
 @every_scheme
 def test_huge_and_tiny_values_keep_their_size(scheme: Scheme) -> None:
-    for size in (8e37, 1e30, 1e-20, 2.0**-90):
+    for size in (6e37, 1e30, 1e-20, 2.0**-90):
         values = torch.full((2, 64), size)
         back = dequantise("w", quantise("w", values, scheme), scheme, dtype=torch.float32)
         assert torch.isfinite(back).all() and ((back / values - 1).abs() < 0.34).all()
@@ -130,8 +130,8 @@ def test_no_value_is_further_off_than_half_a_step(scheme: Scheme) -> None:
     values = torch.randn(128, 256) * torch.logspace(-2, 2, 128)[:, None]
     back = dequantise("w", quantise("w", values, scheme), scheme, dtype=torch.float32)
     largest = values.abs().amax(dim=1, keepdim=True) if "fp4" in scheme else values.abs().amax()
-    # e4m3: 2^-4 of a normal value, below that 2^-10 of a scale of at most largest/232. e2m1: one scale, half the step from 4 to 6, and the largest
-    # value is at least five scales where a value can be that far off.
+    # e4m3: 2^-4 of a normal value, below that 2^-10 of a scale of at most largest/232. e2m1: one scale, half the step from 4 to 6;
+    # the largest is at least five scales where a value can be that far off.
     allowed = largest / 5 if "fp4" in scheme else torch.maximum(values.abs() / 16, largest * 2.0**-10 / 232)
     assert ((back - values).abs() <= allowed).all()
 

@@ -1,6 +1,6 @@
 """One chunk of one tensor to bytes and back, never larger than the bytes plus one; knows dtypes by name and no file, version or torch.
 
-A decoder refuses what it can see is wrong before it writes anything; whether the result is the right one is decided by the caller's fingerprint.
+A decoder refuses what it can see is wrong before it writes; whether the result is the right one is decided by the caller's fingerprint.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Encoded:
     data: bytes
     codec: Codec
     num_changed: int
-    """Elements that differ from the old ones (bytes for 4-bit dtypes, 64-bit halves for complex128); all of them where there are no old ones."""
+    """Addressable codes that differ (bytes for 4-bit dtypes, 64-bit halves for complex128); all of them where there is no old chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +58,11 @@ def encode(new: np.ndarray, old: np.ndarray | None, dtype: str, *, codec: Codec 
     """Code the bytes `new` (uint8), given the bytes `old` of the same chunk or nothing; the smallest codec unless one is asked for."""
     elements = elements_of(dtype)
     _check_length(len(new), elements)
-    new = _contiguous(new, elements)
+    new = _contiguous(new)
     if old is not None:
         if len(old) != len(new):
             raise ValueError(f"{len(old)} old bytes for {len(new)} new ones; a chunk that changed its size is coded without old bytes")
-        old = _contiguous(old, elements)
+        old = _contiguous(old)
     if codec is not None:
         data, num_changed = _encode_as(codec, new, old, elements)
         return Encoded(data=data, codec=codec, num_changed=_num_changed(new, old, elements) if num_changed is None else num_changed)
@@ -132,8 +132,10 @@ def decode(data: bytes | memoryview, *, num_bytes: int, dtype: str, old: np.ndar
 def decode_into(data: bytes | memoryview, *, dtype: str, target: np.ndarray) -> int:
     """Turn the old bytes in `target` into the new ones; the number of codes it changed. Any error leaves `target` as it was."""
     elements = elements_of(dtype)
-    if not target.flags.c_contiguous or target.dtype != np.uint8:
-        raise ValueError(f"a target must be contiguous uint8, not {target.dtype} with strides {target.strides}; pass a flat view of the tensor's bytes")
+    if not target.flags.c_contiguous or target.dtype != np.uint8 or target.ndim != 1:
+        raise ValueError(
+            f"a target is a flat contiguous array of uint8, not {target.dtype} of shape {target.shape}; view the tensor's bytes"
+        )
     codec, body = _open(data, len(target), elements, target)
     if codec in (Codec.CGR, Codec.SPARSE):
         patch = _decode_patch(codec, body, len(target), elements, target)
@@ -148,7 +150,7 @@ def decode_into(data: bytes | memoryview, *, dtype: str, target: np.ndarray) -> 
 
 
 def decode_patch(data: bytes | memoryview, *, num_bytes: int, dtype: str, old: np.ndarray | None) -> Patch:
-    """What a chunk changes. SPARSE needs no `old` and may name codes that already hold their value; the others name exactly those that differ."""
+    """What a chunk changes. SPARSE needs no `old` and may name codes that already hold their value; the others name those that differ."""
     elements = elements_of(dtype)
     codec, body = _open(data, num_bytes, elements, old)
     if codec in (Codec.CGR, Codec.SPARSE):
@@ -168,7 +170,7 @@ def _decode_patch(codec: Codec, body: memoryview, num_bytes: int, elements: Elem
         return Patch(positions=positions, codes=np.frombuffer(body[at:], f"<u{elements.code_bytes}").copy())
     if not elements.has_cgr:
         raise CorruptSnapshot(f"a CGR chunk of {elements.dtype}")
-    old = _contiguous(_needed(old, codec), elements)
+    old = _contiguous(_needed(old, codec))
     if elements.bits != 4:
         positions, codes = backend().decode_cgr(body, _codes(old, elements), elements)
         return Patch(positions=positions, codes=codes)
@@ -211,7 +213,7 @@ def _check_length(num_bytes: int, elements: Elements) -> None:
         )
 
 
-def _contiguous(data: np.ndarray, elements: Elements) -> np.ndarray:
+def _contiguous(data: np.ndarray) -> np.ndarray:
     """The kernels read whole words, so a chunk that begins off a word is copied once."""
     if data.dtype != np.uint8 or data.ndim != 1:
         raise ValueError(f"a chunk is a flat array of uint8, not {data.dtype} of shape {data.shape}; view the tensor's bytes")

@@ -4,36 +4,34 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollmill.weights.chunk import kernels
+from rollmill.weights.chunk import bitstrings, kernels
 from rollmill.weights.chunk.elements import Elements, Order
 from rollmill.weights.chunk.reference import MAX_CLASSES
 from rollmill.weights.errors import CorruptSnapshot
 
 _REFUSALS = {
-    kernels.PAST_END: "the bits end within a symbol",
-    kernels.BAD_HEADER: "the header breaks its own bounds",
-    kernels.BAD_RUN: "a run is longer than the changes left",
-    kernels.BAD_CHANGE: "a change lies outside the chunk or steps too far",
-    kernels.BAD_LENGTH: "a stream does not end where the header says",
-    kernels.BAD_PADDING: "the body does not end in zero bits after the last stream",
+    bitstrings.PAST_END: "the bits end within a symbol",
+    bitstrings.BAD_HEADER: "the header breaks its own bounds",
+    bitstrings.BAD_RUN: "a run is longer than the changes left",
+    bitstrings.BAD_CHANGE: "a change lies outside the chunk or steps too far",
+    bitstrings.BAD_LENGTH: "a stream does not end where the header says",
+    bitstrings.BAD_PADDING: "the body does not end in zero bits after the last stream",
 }
 
 
 def encode_cgr(new: np.ndarray, old: np.ndarray, elements: Elements) -> tuple[bytes, int]:
-    base, counts, gaps, steps = kernels.collect_changes(
-        new, old, elements.bits, elements.shift, elements.mask, _flip(elements)
-    )
-    words, num_bits = kernels.write_changes(base, counts, gaps, steps)
+    base, counts, gaps, steps = kernels.collect_changes(new, old, elements.bits, elements.shift, elements.mask, _flip(elements))
+    words, num_bits = bitstrings.write_changes(base, counts, gaps, steps)
     return words.view(np.uint8)[: (num_bits + 7) // 8].tobytes(), len(gaps)
 
 
 def decode_cgr(body: bytes | memoryview, old: np.ndarray, elements: Elements) -> tuple[np.ndarray, np.ndarray]:
     counts = np.zeros(MAX_CLASSES, np.int64)
-    status, base, gaps, steps = kernels.parse_changes(_payload(body), 8 * len(body), len(old), elements.bits, counts)
-    if status != kernels.OK:
+    status, base, gaps, steps = bitstrings.parse_changes(_payload(body), 8 * len(body), len(old), elements.bits, counts)
+    if status != bitstrings.OK:
         raise CorruptSnapshot(f"a chunk of {len(body)} bytes: {_REFUSALS[status]}")
     reached, positions, codes = kernels.place_changes(
-        old, elements.bits, elements.shift, elements.mask, _flip(elements), base, counts, gaps, steps
+        _frozen(old), elements.bits, elements.shift, elements.mask, _flip(elements), base, counts, gaps, steps
     )
     if reached != len(gaps):
         raise CorruptSnapshot(f"{reached} of {len(gaps)} changes find their place in the old codes")
@@ -41,16 +39,23 @@ def decode_cgr(body: bytes | memoryview, old: np.ndarray, elements: Elements) ->
 
 
 def encode_gaps(positions: np.ndarray) -> bytes:
-    words, num_bits = kernels.write_gaps(positions)
+    words, num_bits = bitstrings.write_gaps(_frozen(positions))
     return words.view(np.uint8)[: (num_bits + 7) // 8].tobytes()
 
 
 def decode_gaps(body: bytes | memoryview, num_codes: int) -> tuple[np.ndarray, int]:
     positions = np.empty(num_codes, np.uint32)
-    status, count, end = kernels.parse_gaps(_payload(body), 8 * len(body), num_codes, positions)
-    if status != kernels.OK:
+    status, count, end = bitstrings.parse_gaps(_payload(body), 8 * len(body), num_codes, positions)
+    if status != bitstrings.OK:
         raise CorruptSnapshot(f"positions in {len(body)} bytes: {_REFUSALS[status]}")
     return positions[:count].copy(), end // 8
+
+
+def _frozen(codes: np.ndarray) -> np.ndarray:
+    """To numba a read-only array is another type; as all are read-only here, each kernel is compiled once for a width."""
+    view = codes.view()
+    view.flags.writeable = False
+    return view
 
 
 def _flip(elements: Elements) -> int:
@@ -62,4 +67,3 @@ def _payload(body: bytes | memoryview) -> np.ndarray:
     words = np.zeros(len(body) // 8 + 3, np.uint64)
     words.view(np.uint8)[: len(body)] = np.frombuffer(body, np.uint8)
     return words
-

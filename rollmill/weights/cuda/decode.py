@@ -1,8 +1,8 @@
 """CGR chunks decoded against the live weights on the device: bodies in, positions and new codes out, and nothing is written into a weight.
 
-Four kernels. `_headers`: one lane a chunk. `_parse`: one lane a class stream (a whole chunk where streams have no length), giving for each
+`_headers`: one lane a chunk. `_parse`: one lane a class stream (a whole chunk where streams have no length), giving for each
 change its number within its class and its step. `_count` and `_prefix`: how many elements of each class lie before each block of 1024, and
-in each of its eight sub-blocks of 128. `_select`: each change finds its block, sub-block and element by these counts.
+in each of its eight sub-blocks of 128. `_locate` and `_select`: each change finds its sub-block by these counts, then its element in it.
 A chunk that breaks a rule is reported; what it would have changed is never used.
 """
 
@@ -18,7 +18,7 @@ import triton.language as tl
 
 from rollmill.weights.chunk import Elements, Order
 from rollmill.weights.cuda import bitstring
-from rollmill.weights.cuda.patch import Changes, tiles_of
+from rollmill.weights.cuda.patch import BLOCK, Changes, tiles_of
 from rollmill.weights.errors import CorruptSnapshot
 
 _CODE = {8: tl.uint8, 16: tl.uint16}
@@ -41,8 +41,8 @@ class LiveChunk:
 
     @property
     def is_plain(self) -> bool:
-        """One run of memory whose vectors are aligned."""
-        return self.segment[0] % 16 == 0 and self.segment[2] >= self.num_codes
+        """One run of memory in whole, aligned vectors of eight."""
+        return self.segment[0] % 16 == 0 and self.segment[2] >= self.num_codes and self.num_codes % 8 == 0
 
 
 @triton.jit
@@ -175,13 +175,15 @@ def _count(chunks, segments, num_codes, bases, blocks, tiles, counted, total_sub
         live = tl.multiple_of(live, 16)
     memory_stride, width = tl.load(segment + 1), tl.load(segment + 2).to(tl.uint32)
     limit = tl.load(num_codes + chunk)
+    if PLAIN:
+        limit = tl.multiple_of(limit, 8)
     base = tl.load(bases + chunk)
     sub = first + tl.arange(0, SUBS)
     word0 = tl.zeros((SUBS,), dtype=tl.uint64)
     word1 = tl.zeros((SUBS,), dtype=tl.uint64)
     word2 = tl.zeros((SUBS,), dtype=tl.uint64)
     word3 = tl.zeros((SUBS,), dtype=tl.uint64)
-    for part in tl.static_range(16):
+    for part in range(16):
         element = sub[:, None] * 128 + part * 8 + tl.arange(0, 8)[None, :]
         inside = element < limit
         code = tl.load(live + _place(element, width, memory_stride, PLAIN), mask=inside, other=0)
@@ -229,57 +231,71 @@ def _prefix(blocks, counted, total_subs, prefix, totals, WORDS: tl.constexpr, TI
 
 
 @triton.jit
-def _select(tiles, tile_slots, chunks, segments, num_codes, bases, blocks, counted, total_subs, prefix, totals, packed, steps, errors, CODE: tl.constexpr, BITS: tl.constexpr, SHIFT: tl.constexpr, MASK: tl.constexpr, FLOAT: tl.constexpr, WORDS: tl.constexpr, PLAIN: tl.constexpr, SEARCH: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def] # fmt: skip # noqa: E501
-    """Turns numbers within classes into positions and steps into new codes, where they stand."""
+def _locate(tiles, slots, blocks, counted, total_subs, prefix, totals, packed, errors, chunks, WORDS: tl.constexpr, SEARCH: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def] # fmt: skip # noqa: E501
+    """Turns (class, number in the class) into (sub-block, number in it, class), where they stand."""
     first, count = tl.load(tiles + tl.program_id(0) * 3 + 1), tl.load(tiles + tl.program_id(0) * 3 + 2)
-    slot = tl.load(tile_slots + tl.program_id(0))
-    chunk = tl.load(chunks + slot)
-    segment = segments + chunk * 7
-    live = tl.load(segment).to(tl.pointer_type(CODE))
-    if PLAIN:
-        live = tl.multiple_of(live, 16)
-    memory_stride, width = tl.load(segment + 1), tl.load(segment + 2).to(tl.uint32)
-    limit = tl.load(num_codes + chunk)
-    base = tl.load(bases + chunk)
+    slot = tl.load(slots + tl.program_id(0))
     begin = tl.load(blocks + slot)
     num_blocks = tl.load(blocks + slot + 1) - begin
+    lane = tl.arange(0, LANES)
+    inside = lane < count
+    change = tl.load(packed + first + lane, mask=inside, other=0)
+    kind, number = change >> 21, change & 0x1FFFFF
+    missing = inside & (number >= tl.load(totals + slot * 32 + kind))
+    before = prefix + begin * (8 * WORDS) + kind * num_blocks
+    block = tl.zeros((LANES,), dtype=tl.int32)
+    for power in tl.static_range(SEARCH):
+        later = block + (1 << (SEARCH - 1 - power))
+        reached = later < num_blocks
+        block = tl.where(reached & (tl.load(before + later, mask=reached, other=0) <= number), later, block)
+    number -= tl.load(before + block)
+    at_subs = counted + (kind >> 3) * total_subs + (begin + block) * 8
+    shift = ((kind & 7) * 8).to(tl.uint64)
+    sub = block * 8
+    for at in tl.static_range(7):
+        in_sub = ((tl.load(at_subs + at).to(tl.uint64, bitcast=True) >> shift) & 255).to(tl.int32)
+        passed = (sub == block * 8 + at) & (number >= in_sub)
+        number = tl.where(passed, number - in_sub, number)
+        sub = tl.where(passed, sub + 1, sub)
+    tl.store(packed + first + lane, (sub << 12) | ((number & 127) << 5) | kind, mask=inside)
+    tl.store(errors + tl.load(chunks + slot) + tl.zeros((LANES,), dtype=tl.int32), 3, mask=missing)
+
+
+@triton.jit
+def _select(tiles, slots, chunks, segments, num_codes, bases, packed, steps, CODE: tl.constexpr, BITS: tl.constexpr, SHIFT: tl.constexpr, MASK: tl.constexpr, FLOAT: tl.constexpr, PLAIN: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def] # fmt: skip # noqa: E501
+    """Turns (sub-block, number in it, class) into positions and steps into new codes, where they stand."""
+    first, count = tl.load(tiles + tl.program_id(0) * 3 + 1), tl.load(tiles + tl.program_id(0) * 3 + 2)
+    chunk = tl.load(chunks + tl.load(slots + tl.program_id(0)))
+    segment = segments + chunk * 7
+    live = tl.load(segment).to(tl.pointer_type(CODE))
+    limit = tl.load(num_codes + chunk)
+    if PLAIN:
+        live = tl.multiple_of(live, 16)
+        limit = tl.multiple_of(limit, 8)
+    memory_stride, width = tl.load(segment + 1), tl.load(segment + 2).to(tl.uint32)
+    base = tl.load(bases + chunk)
+    offset = tl.arange(0, 128)
     for at in range(0, count, LANES):
         lane = at + tl.arange(0, LANES)
         inside = lane < count
         change = tl.load(packed + first + lane, mask=inside, other=0)
-        kind, number = change >> 21, change & 0x1FFFFF
-        missing = inside & (number >= tl.load(totals + slot * 32 + kind))
-        before = prefix + begin * (8 * WORDS) + kind * num_blocks
-        block = tl.zeros((LANES,), dtype=tl.int32)
-        for power in tl.static_range(SEARCH):
-            later = block + (1 << (SEARCH - 1 - power))
-            reached = later < num_blocks
-            block = tl.where(reached & (tl.load(before + later, mask=reached, other=0) <= number), later, block)
-        number -= tl.load(before + block)
-        at_subs = counted + (kind >> 3) * total_subs + (begin + block) * 8
-        words = tl.load(at_subs[:, None] + tl.arange(0, 8)[None, :]).to(tl.uint64, bitcast=True)
-        in_sub = ((words >> ((kind & 7) * 8).to(tl.uint64)[:, None]) & 255).to(tl.int32)
-        passed = tl.cumsum(in_sub, axis=1) <= number[:, None]
-        sub = tl.minimum(tl.sum(passed.to(tl.int32), axis=1), 7)
-        number -= tl.sum(tl.where(passed, in_sub, 0), axis=1)
-        offset = tl.arange(0, 128)
-        element = ((block * 8 + sub) * 128)[:, None] + offset[None, :]
+        begin = (change >> 12) * 128
+        element = begin[:, None] + offset[None, :]
         there = element < limit
         code = tl.load(live + _place(element, width, memory_stride, PLAIN), mask=there, other=0)
-        same = (there & (_class_of(code, base, SHIFT, MASK) == kind[:, None])).to(tl.int32)
-        found = (same == 1) & (tl.cumsum(same, axis=1) == number[:, None] + 1)
-        position = (block * 8 + sub) * 128 + tl.sum(tl.where(found, offset[None, :], 0), axis=1)
-        old = tl.sum(tl.where(found, code.to(tl.int32), 0), axis=1)
+        same = (there & (_class_of(code, base, SHIFT, MASK) == (change & 31)[:, None])).to(tl.int32)
+        found = (same == 1) & (tl.cumsum(same, axis=1) == ((change >> 5) & 127)[:, None] + 1)
+        both = tl.sum(tl.where(found, offset[None, :] | (code.to(tl.int32) << 7), 0), axis=1)
         top: tl.constexpr = 1 << (BITS - 1)
         full: tl.constexpr = (1 << BITS) - 1
+        new = both >> 7
         if FLOAT:
-            old = tl.where(old < top, old | top, ~old & full)
-        new = (old + tl.load(steps + first + lane, mask=inside, other=0).to(tl.int32)) & full
+            new = tl.where(new < top, new | top, ~new & full)
+        new = (new + tl.load(steps + first + lane, mask=inside, other=0).to(tl.int32)) & full
         if FLOAT:
             new = tl.where(new >= top, new ^ top, ~new & full)
-        tl.store(packed + first + lane, position, mask=inside)
+        tl.store(packed + first + lane, begin + (both & 127), mask=inside)
         tl.store(steps + first + lane, new.to(steps.dtype.element_ty), mask=inside)
-        tl.store(errors + chunk + tl.zeros((LANES,), dtype=tl.int32), 3, mask=missing)
 
 
 class ChunkDecoder:
@@ -387,15 +403,19 @@ class ChunkDecoder:
         first = (np.arange(len(slot)) - np.repeat(np.cumsum(per_tile) - per_tile, per_tile)) * 128
         count_tiles = self._put(np.stack([slot, first], axis=1).astype(np.int32))
         e = self.elements
-        common = {"CODE": _CODE[e.bits], "SHIFT": e.shift, "MASK": e.mask, "WORDS": words, "PLAIN": is_plain}
+        common = {"CODE": _CODE[e.bits], "SHIFT": e.shift, "MASK": e.mask, "PLAIN": is_plain}
         _count[(len(count_tiles),)](
-            chunks, self._segments, self._num_codes, self._bases, blocks, count_tiles, counted, total * 8, SUBS=128, num_warps=4, **common
-        )
+            chunks, self._segments, self._num_codes, self._bases, blocks, count_tiles, counted, total * 8,
+            WORDS=words, SUBS=128, num_warps=4, **common,
+        )  # fmt: skip
         _prefix[(len(batch), words)](blocks, counted, total * 8, prefix, totals, WORDS=words, TILE=128, num_warps=4)
+        _locate[(len(tiles),)](
+            tiles, slots, blocks, counted, total * 8, prefix, totals, changes.positions, self._errors, chunks,
+            WORDS=words, SEARCH=int(per_chunk.max()).bit_length(), LANES=BLOCK, num_warps=4,
+        )  # fmt: skip
         _select[(len(tiles),)](
-            tiles, slots, chunks, self._segments, self._num_codes, self._bases, blocks, counted, total * 8, prefix, totals,
-            changes.positions, changes.codes, self._errors,
-            BITS=e.bits, FLOAT=e.order is Order.SIGN_MAGNITUDE, SEARCH=int(per_chunk.max()).bit_length(), LANES=32, num_warps=4, **common,
+            tiles, slots, chunks, self._segments, self._num_codes, self._bases, changes.positions, changes.codes,
+            BITS=e.bits, FLOAT=e.order is Order.SIGN_MAGNITUDE, LANES=32, num_warps=4, **common,
         )  # fmt: skip
 
     def _judge(self) -> None:

@@ -38,11 +38,18 @@ class Taken:
 
 
 def take_in(
-    store: WeightStore, tensors: Tensors, *, step: int | None = None, run_id: str = "", note: str = "", held: Tensors | None = None
+    store: WeightStore,
+    tensors: Tensors,
+    *,
+    step: int | None = None,
+    run_id: str = "",
+    note: str = "",
+    held: Tensors | None = None,
+    always: bool = False,
 ) -> Taken:
-    """Publish tensors as the next version. `held` are the bytes of latest, when the caller has them.
+    """Publish tensors as the next version, the same bits again only when that is asked for (`always`).
 
-    `step` and `run_id` go on from latest when they are not given.
+    `step` and `run_id` go on from latest when they are not given; `held` are the bytes of latest, when the caller has them.
     """
     if not tensors:
         raise ValueError("there are no tensors to publish; give a safetensors file or a directory of them")
@@ -51,7 +58,7 @@ def take_in(
     schema = _schema(store, tensors, latest)
     new = {name: tensor.data for name, tensor in tensors.items()}
     fits = latest is not None and latest.schema == schema.digest
-    if latest is not None and fits and not note and latest.fingerprint == _total(schema, new):
+    if latest is not None and fits and not always and latest.fingerprint == _total(schema, new):
         return Taken(record=latest, is_new=False, kind=Kind.ALIAS, num_bytes=0)
     old = _bytes_of(store, latest, held) if latest is not None and fits else None
     kind = Kind.FULL if old is None else Kind.DELTA

@@ -69,11 +69,11 @@ def read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CorruptSnapshot(f"{path} has a header that cannot be read ({error!r}); fetch or make it again") from error
     found, at = {}, 0
-    for begin, end, name, their_dtype, their_shape in spans:
-        dtype, shape = _ours(path, name, their_dtype, their_shape)
+    for begin, end, name, their_type, their_shape in spans:
+        dtype, shape = _ours(path, name, their_type, their_shape)
         if begin != at or end - begin != math.prod(shape) * item_bytes_of(dtype):
             raise CorruptSnapshot(
-                f"{path}: {name} of {their_dtype} {list(their_shape)} does not fill bytes {begin} to {end}; fetch or make it again"
+                f"{path}: {name} of {their_type} {list(their_shape)} does not fill bytes {begin} to {end}; fetch or make it again"
             )
         at = end
         found[name] = Tensor(dtype=dtype, shape=shape, data=_aligned(mapped[start + begin : start + end], item_bytes_of(dtype)))
@@ -100,7 +100,7 @@ def write_file(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> int
     with path.open("xb") as file:
         file.write(_LENGTH.pack(len(text)) + text)
         for name in order:
-            file.write(memoryview(np.ascontiguousarray(tensors[name].data)))
+            file.write(np.ascontiguousarray(tensors[name].data).data)
         file.flush()
         os.fsync(file.fileno())
     return _LENGTH.size + len(text) + at

@@ -1,7 +1,7 @@
 """Directories of byte-wise deltas as slime, miles, Stitch and CoreWeave write them: made from versions, and taken in as versions.
 
     weight_v000007/model.safetensors.index.json     metadata: version, base_version, delta_encoding, compression_format, checksum_format
-    weight_v000007/model-00000-of-00001.safetensors  per changed tensor: U8, one zstd frame (level 1); header: name -> checksum of the new bytes
+    weight_v000007/model-00000-of-00001.safetensors  per changed tensor one zstd frame as U8; header: name -> checksum of the new bytes
 
 `xor`: new ^ old, byte for byte. `overwrite`: u32 count, u32 byte positions, new bytes. Tensors that did not change are left out.
 Field names, file numbers from 0, six-digit versions as strings, lower-case hex checksums and little-endian positions were compared
@@ -11,6 +11,7 @@ lives in a fork of SGLang, and cwtrain's writer could not be read, so nothing wa
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -196,7 +197,7 @@ def export_xor(
     checksum_of(formats.checksum)
     _, schema, data = materialise(store, first)
     old, written = tensors_of(schema, data), []
-    for before, record in zip(line, line[1:], strict=False):
+    for before, record in itertools.pairwise(line):
         # A fresh dict and fresh arrays: `materialise` leaves those it was given alone.
         _, schema, data = materialise(store, record.version, start=(before.version, {n: t.data for n, t in old.items()}))
         new = tensors_of(schema, data)
@@ -218,40 +219,45 @@ def chain_below(path: Path) -> list[Path]:
 
 
 def import_xor(store: WeightStore, path: Path, *, base: Tensors | None = None, run_id: str = "") -> Iterator[tuple[Path, Taken]]:
-    """Take in a chain, one version per directory. It starts from `base`, which becomes a version first, or from latest.
+    """Take in a chain, one version per directory, from `base`, which becomes a version first unless latest has its bits.
 
-    What was taken in before is skipped: each version remembers the chain's number in its note.
+    Each version remembers the chain's number in its note, so that a later call goes on where the last one ended.
     """
     chain = [read_xor_directory(child) for child in chain_below(path)]
     if not chain:
         raise ValueError(f"there is no weight_vNNNNNN directory below {path}")
+    if any(delta.version is None or delta.base_version is None for delta in chain):
+        raise CorruptSnapshot(f"{path}: an {INDEX} does not say version and base_version")
     pointer = store.latest()
-    if base is None and pointer is None:
-        raise ValueError(f"{store} is empty; name the weights that the chain starts from with --base DIRECTORY")
-    reached: int | None = None
-    if base is not None:
-        reached = chain[0].base_version
-        taken = take_in(store, base, run_id=run_id, note=f"xor {reached}")
-        yield path, taken
-        held: Tensors = base
+    noted = None if pointer is None else _NOTE.match(store.version(pointer.version).note)
+    if pointer is not None and noted is not None:
+        _, schema, data = materialise(store, pointer.version)
+        held, reached = tensors_of(schema, data), int(noted[1])
+    elif base is not None:
+        held, reached = base, chain[0].base_version or 0
+        yield path, take_in(store, base, run_id=run_id, note=f"xor {reached}")
     else:
-        assert pointer is not None
-        record, schema, data = materialise(store, pointer.version)
-        noted = _NOTE.match(record.note)
-        reached, held = int(noted[1]) if noted else record.version, tensors_of(schema, data)
+        raise ValueError(f"name the weights that {chain[0].path.name} starts from with --base: a directory, or a version of the store")
     for delta in chain:
-        assert reached is not None
-        if delta.version is None or delta.base_version is None:
-            raise CorruptSnapshot(f"{delta.path / INDEX} does not say version and base_version")
+        assert delta.version is not None
+        if delta.version == reached:
+            _refuse_other_chain(delta, held)
         if delta.version <= reached:
             continue
         if delta.base_version != reached:
             raise WrongBase(
-                f"{delta.path} is made from version {delta.base_version} of its chain, the store holds {reached}; give what lies between"
+                f"{delta.path} starts from {delta.base_version} of its chain, the store is at {reached}; give what lies between"
             )
         new = apply(delta, held)
-        yield delta.path, take_in(store, new, run_id=run_id, note=f"xor {delta.version}", held=held)
+        yield delta.path, take_in(store, new, run_id=run_id, note=f"xor {delta.version}", held=held, always=True)
         held, reached = new, delta.version
+
+
+def _refuse_other_chain(delta: XorDirectory, held: Tensors) -> None:
+    summed = checksum_of(delta.formats.checksum)
+    for name, promised in delta.checksums.items():
+        if name not in held or summed(held[name].data) != promised:
+            raise WrongBase(f"{delta.path} is not what the store took in as version {delta.version}: {name} differs; it is another chain")
 
 
 def directory_name(version: int) -> str:
@@ -261,14 +267,14 @@ def directory_name(version: int) -> str:
 def checksum_of(kind: Checksum) -> Callable[[np.ndarray], str]:
     """The function that gives the hex text of a tensor's bytes."""
     if kind is Checksum.BLAKE3:
-        return lambda data: blake3(memoryview(data)).hexdigest()
+        return lambda data: blake3(data.data).hexdigest()
     if kind is Checksum.ADLER32:
-        return lambda data: f"{zlib.adler32(memoryview(data)):08x}"
+        return lambda data: f"{zlib.adler32(data.data):08x}"
     try:
         import xxhash
     except ImportError as error:
         raise ValueError(f"checksums of kind {kind} need the package xxhash: pip install 'rollmill[interop]'") from error
-    return lambda data: str(xxhash.xxh3_128(memoryview(data)).hexdigest())
+    return lambda data: str(xxhash.xxh3_128(data.data).hexdigest())
 
 
 def _number(value: object, where: Path) -> int | None:
@@ -307,7 +313,7 @@ def _decoded(delta: XorDirectory, name: str, old: np.ndarray) -> np.ndarray:
 
 def _unpacked(delta: XorDirectory, name: str, limit: int) -> bytes:
     """Never more than `limit` bytes, whatever the frame claims."""
-    payload = memoryview(np.ascontiguousarray(delta.payloads[name]))
+    payload = np.ascontiguousarray(delta.payloads[name]).data
     try:
         reader = zstandard.ZstdDecompressor().stream_reader(payload)
         plain = reader.read(limit + 1)
