@@ -2,8 +2,9 @@
 
     python bench/weights_gpu.py [--models 1b,8b] [--repeats 40] [--output FILE]
 
-Weights are bf16 from N(0, 0.02^2) in the shapes of a Llama model; 1.2 % of them change, with odds that fall as 1/ulp, by one ulp nine times in
-ten. The pause is what an engine must stand still for: swap the changes in, recompute the fingerprint over the live memory, compare on the host.
+Weights are bf16 from N(0, 0.02^2) in the shapes of a Llama model; 1.2 % of them change, with odds that fall as 1/ulp, by one ulp
+nine times in ten. The pause is what an engine must stand still for: swap the changes in, recompute the fingerprint over the live
+memory, compare on the host.
 Copy bandwidth counts bytes read and written; the fingerprint counts the bytes it reads.
 """
 
@@ -22,7 +23,9 @@ import torch
 import triton
 
 from rollmill.weights.cuda.live import CudaWeights
-from rollmill.weights.cuda.patch import SparsePatch
+from rollmill.weights.live import TensorPatch
+from rollmill.weights.schema import TensorSpec
+from rollmill.weights.shard import whole
 
 DENSITY = 0.012
 MODELS = {
@@ -79,12 +82,15 @@ def make_step(tensor: torch.Tensor, generator: torch.Generator) -> tuple[torch.T
     return positions, new.to(torch.int16)
 
 
-def make_patches(weights: dict[str, torch.Tensor]) -> list[SparsePatch]:
+def make_patches(weights: dict[str, torch.Tensor]) -> list[TensorPatch]:
     generator = torch.Generator("cuda").manual_seed(1)
     patches = []
     for name, tensor in weights.items():
+        held = whole(TensorSpec(name=name, dtype="bfloat16", shape=tuple(tensor.shape)))
         positions, codes = make_step(tensor, generator)
-        patches.append(SparsePatch(name=name, positions=positions.cpu().numpy().astype(np.uint32), codes=codes.cpu().numpy().view(np.uint16)))
+        before = tensor.view(torch.int16).view(-1)[positions]
+        new, old = (bits.cpu().numpy().view(np.uint16) for bits in (codes, before))
+        patches.append(TensorPatch(held=held, positions=positions.cpu().numpy(), codes=new, before=old))
     return patches
 
 
@@ -122,15 +128,14 @@ def measure_model(size: str, copy: float, repeats: int) -> dict[str, Any]:
     torch.cuda.synchronize()
     built = time.perf_counter()
     staged = weights.stage(patches)
-    assert staged.ready is not None
     staged.ready.synchronize()
     stage_s = time.perf_counter() - built
-    before = weights.fingerprint()
+    before = weights.lanes()
     weights.apply(staged)
-    after = weights.fingerprint()
-    assert after == weights.tracked_fingerprint() != before
+    after = weights.lanes()
+    assert after == weights.tracked_lanes() != before
     weights.revert(staged)
-    assert weights.fingerprint() == before
+    assert weights.lanes() == before
     fingerprint = device_ms(weights._plan.launch, repeats)
     swap = device_ms(lambda: (weights.revert if staged.applied else weights.apply)(staged), repeats)
     pauses = []
@@ -138,14 +143,14 @@ def measure_model(size: str, copy: float, repeats: int) -> dict[str, Any]:
         torch.cuda.synchronize()
         start = time.perf_counter()
         (weights.revert if staged.applied else weights.apply)(staged)
-        assert weights.fingerprint() == (after if staged.applied else before)
+        assert weights.lanes() == (after if staged.applied else before)
         pauses.append((time.perf_counter() - start) * 1e3)
     quick = []
     for _ in range(repeats):
         torch.cuda.synchronize()
         start = time.perf_counter()
         (weights.revert if staged.applied else weights.apply)(staged)
-        assert weights.tracked_fingerprint() == (after if staged.applied else before)
+        assert weights.tracked_lanes() == (after if staged.applied else before)
         quick.append((time.perf_counter() - start) * 1e3)
     rate = num_bytes / statistics.median(fingerprint) / 1e6
     return {
@@ -160,7 +165,7 @@ def measure_model(size: str, copy: float, repeats: int) -> dict[str, Any]:
         "fingerprint_gb_s": round(rate),
         "fingerprint_fraction_of_copy": round(rate / copy, 3),
         "stage_from_host_s": round(stage_s, 3),
-        "patch_device_bytes": sum(part.positions.nbytes + part.codes.nbytes + part.tiles.nbytes + part.segments.nbytes for part in staged.changes),
+        "patch_device_bytes": sum(part.positions.nbytes + part.codes.nbytes + part.tiles.nbytes for part in staged.changes),
         "key_table_bytes": weights.keys.rows.nbytes,
     }
 

@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
+from rollmill.weights.commands import weights_app
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Train LLM agents by asynchronous RL.")
 tasks_app = typer.Typer(no_args_is_help=True, help="Look at tasks and write data sets from them.")
 model_app = typer.Typer(no_args_is_help=True, help="Make and inspect models.")
-weights_app = typer.Typer(no_args_is_help=True, help="Look into a run's weight store.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure, beside a peer, in one run.")
 app.add_typer(bench_app, name="bench")
 app.add_typer(weights_app, name="weights")
@@ -203,25 +204,19 @@ def bench_loop_command(
     show_result(found, as_json=json_)
 
 
-@weights_app.command("log")
-def weights_log(run_dir: RunDir) -> None:
-    """The chain of published weight versions."""
-    from rollmill.weights import DirectoryStore, log
+@weights_app.command("bench")
+def weights_bench(
+    old: Annotated[str, typer.Argument(help="a safetensors file or directory, or STORE@VERSION")],
+    new: Annotated[str, typer.Argument(help="the same a few steps later")],
+    between: Annotated[list[str] | None, typer.Option(help="a snapshot between the two, in order: adds a table of folds")] = None,
+    repeats: Annotated[int, typer.Option(help="the best of this many is told")] = 3,
+    threads: Annotated[int, typer.Option(help="for the second figure of each codec")] = 2,
+    json_: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+) -> None:
+    """Our codecs beside the usual ones on the same pair of weights: bytes, ratio, speed, every one decoded and compared."""
+    from rollmill.bench.weights import bench_command
 
-    typer.echo("\n".join(log(DirectoryStore(_existing(run_dir / "weights")))))
-
-
-@weights_app.command("verify")
-def weights_verify(run_dir: RunDir) -> None:
-    """Check every snapshot of a run bit for bit."""
-    from rollmill.weights import DirectoryStore, verify
-
-    problems = verify(DirectoryStore(_existing(run_dir / "weights")))
-    for problem in problems:
-        typer.echo(f"DAMAGED: {problem}")
-    if problems:
-        raise typer.Exit(1)
-    typer.echo("clean: every snapshot decodes to the weights the trainer fingerprinted")
+    typer.echo(bench_command(old, new, as_json=json_, repeats=repeats, threads=threads, between=between or ()))
 
 
 @tasks_app.command("show")
@@ -240,12 +235,6 @@ def tasks_show(seed: int = 0, num: int = 5, levels: str = "1", split: str = "tra
 def _me() -> str:
     """How this program was called, for commands that a person may paste."""
     return sys.argv[0] if sys.argv[0].endswith("rollmill") else "rollmill"
-
-
-def _existing(path: Path) -> Path:
-    if not path.is_dir():
-        raise ValueError(f"there is no {path}; give a run directory")
-    return path
 
 
 def main() -> None:

@@ -24,12 +24,17 @@ from rollmill.weights.schema import CHUNK_ELEMENTS, Cell, TensorSpec, place
 Target = Mapping[str, np.ndarray]
 """name -> the old bytes, which decoding turns into the new ones in place, as a replica does."""
 _LEVEL = 1
+_ZIPNN_DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Codec(Protocol):
     """A codec over whole states. `why_not` says why it cannot be measured here; empty when it can."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def needs_old(self) -> bool: ...
 
     def why_not(self, new: State) -> str: ...
 
@@ -59,6 +64,7 @@ class ByUnit:
     """unit, blob, old bytes that become the new ones."""
     by_cell: bool = False
     """Units are the cells of a store; otherwise whole tensors."""
+    needs_old: bool = True
     package: str = ""
     dtypes: tuple[str, ...] = ()
     """Empty: all."""
@@ -94,6 +100,7 @@ class PulseLayout:
     """Changed places as row and column differences in narrow integers, new values as they are, everything in one zstd frame."""
 
     name = "pulse layout"
+    needs_old = True
 
     def why_not(self, new: State) -> str:
         return ""
@@ -140,14 +147,14 @@ def codecs() -> list[Codec]:
     return [
         ByUnit(name="cgr", code=_ours, restore=_restore_ours, by_cell=True),
         ByUnit(name="sparse", code=_sparse, restore=_restore_ours, by_cell=True),
-        ByUnit(name="full", code=_full, restore=_restore_ours, by_cell=True),
-        ByUnit(name="raw", code=lambda unit, old, new: new.tobytes(), restore=_overwrite),
+        ByUnit(name="full", code=_full, restore=_restore_ours, by_cell=True, needs_old=False),
+        ByUnit(name="raw", code=lambda unit, old, new: new.tobytes(), restore=_overwrite, needs_old=False),
         ByUnit(name="xor+zstd-1", code=_xor_zstd, restore=_restore_xor_zstd),
         ByUnit(name="xor+lz4", code=_xor_lz4, restore=_restore_xor_lz4, package="lz4"),
         PulseLayout(),
         ByUnit(name="trl layout", code=_index_value, restore=_restore_index_value),
-        ByUnit(name="zstd-1 full", code=_zstd_full, restore=_restore_zstd_full),
-        ByUnit(name="zipnn full", code=_zipnn, restore=_restore_zipnn, package="zipnn", dtypes=("bfloat16", "float16", "float32")),
+        ByUnit(name="zstd-1 full", code=_zstd_full, restore=_restore_zstd_full, needs_old=False),
+        ByUnit(name="zipnn full", code=_zipnn, restore=_restore_zipnn, needs_old=False, package="zipnn", dtypes=_ZIPNN_DTYPES),
     ]
 
 

@@ -1,18 +1,19 @@
-"""What bringing one pair of snapshots to a replica costs: bytes and speed of every codec, ours and peers, in one process and decoded each time.
+"""What bringing new weights to a replica costs: bytes and speed of every codec, ours and peers, on one pair in one process.
 
-Speeds are MB of raw weights per CPU second of one thread, best of the repeats, from arrays to bytes and back to arrays in place.
+Every blob is decoded and compared bit for bit. Speeds are MB of raw weights per CPU second of one thread, best of the repeats, from
+arrays to bytes and back to arrays in place.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import io
+import itertools
 import json
 import os
 import platform
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from rollmill.bench.weight_codecs import Codec, codecs
+from rollmill.bench.weight_entropy import bits_of_change, codes_of
 from rollmill.bench.weight_states import State, check_pair, read_state
-from rollmill.weights.chunk import Order, elements_of
+from rollmill.weights.chunk import elements_of
 from rollmill.weights.encode import commit, write_part
 from rollmill.weights.manifest import Kind
 from rollmill.weights.reader import materialise
@@ -50,7 +52,7 @@ def run_chain(states: Sequence[State]) -> list[dict[str, Any]]:
     """Folds from the first state to the 1st, 4th, 16th ... after it, beside the deltas of the single steps."""
     by_name = {codec.name: codec for codec in codecs()}
     sizes: dict[str, list[int]] = {name: [] for name in _SCALED}
-    for old, new in zip(states, states[1:], strict=False):
+    for old, new in itertools.pairwise(states):
         check_pair(old, new)
         for name in _SCALED:
             sizes[name].append(sum(map(len, by_name[name].encode(old, new, workers=1))))
@@ -74,7 +76,7 @@ def run_chain(states: Sequence[State]) -> list[dict[str, Any]]:
 def bench_command(
     old: str, new: str, *, as_json: bool = False, repeats: int = 3, threads: int = 2, between: Sequence[str] = (), command: str = ""
 ) -> str:
-    """The text that `rollmill weights bench OLD NEW` prints; `between` names the snapshots from OLD to NEW, oldest first, for a table of folds."""
+    """The text that `rollmill weights bench OLD NEW` prints; `between`, the snapshots from OLD to NEW in order, adds a table of folds."""
     first, last = read_state(old), read_state(new)
     found = run(first, last, repeats=repeats, threads=threads, command=command or f"rollmill weights bench {old} {new}")
     if between:
@@ -90,8 +92,12 @@ def as_text(found: dict[str, Any]) -> str:
     out = io.StringIO()
     console = Console(file=out, width=120, highlight=False)
     share = 100 * found["changed_fraction"]
-    console.print(f"{found['raw_bytes'] / 1e6:.1f} MB, {found['num_changed']:,} of {found['num_elements']:,} elements changed ({share:.3f} %)")
-    console.print(f"pack with index: {found['pack_bytes']:,} bytes, {_ratio(found['raw_bytes'], found['pack_bytes']):.1f} times smaller than raw")
+    console.print(
+        f"{found['raw_bytes'] / 1e6:.1f} MB, {found['num_changed']:,} of {found['num_elements']:,} elements changed ({share:.3f} %)"
+    )
+    console.print(
+        f"pack with index: {found['pack_bytes']:,} bytes, {_ratio(found['raw_bytes'], found['pack_bytes']):.1f} times smaller than raw"
+    )
     if found["entropy_bits_per_change"] is not None:
         console.print(f"entropy given the old exponents: {found['entropy_bits_per_change']:.2f} bits per change")
     table = Table("codec", *(_right(title) for title in ("bytes", "ratio", "bits/change", "encode MB/s", "decode MB/s")), "lossless")
@@ -109,8 +115,8 @@ def as_text(found: dict[str, Any]) -> str:
     for row in found.get("folds", ()):
         ours, peer = row["cgr"], row["xor+zstd-1"]
         console.print(
-            f"{row['num_steps']:>3} steps in one: {ours['fold_bytes']:,} bytes instead of {ours['chain_bytes']:,} ({100 * ours['saved']:.0f} % less); "
-            f"xor+zstd-1 {peer['fold_bytes']:,} instead of {peer['chain_bytes']:,}"
+            f"{row['num_steps']:>3} steps in one: {ours['fold_bytes']:,} bytes instead of {ours['chain_bytes']:,} "
+            f"({100 * ours['saved']:.0f} % less); xor+zstd-1 {peer['fold_bytes']:,} instead of {peer['chain_bytes']:,}"
         )
     return out.getvalue().rstrip("\n")
 
@@ -132,14 +138,16 @@ def _measure(codec: Codec, old: State, new: State, repeats: int, num_changed: in
     return row | {
         "bytes": num_bytes,
         "ratio": _rounded(_ratio(raw, num_bytes)),
-        "bits_per_change": _rounded(8 * num_bytes / num_changed) if num_changed else None,
+        "bits_per_change": _rounded(8 * num_bytes / num_changed) if num_changed and codec.needs_old else None,
         "encode_mb_s": _mb_s(raw, encode_s),
         "decode_mb_s": _mb_s(raw, decode_s),
         "lossless": lossless,
     }
 
 
-def _decoded(codec: Codec, blobs: Sequence[bytes], old: State, new: State, *, workers: int = 1, clock: Callable[[], float] = time.process_time) -> Any:
+def _decoded(
+    codec: Codec, blobs: Sequence[bytes], old: State, new: State, *, workers: int = 1, clock: Callable[[], float] = time.process_time
+) -> tuple[float, bool]:
     """(seconds, whether every bit is right)."""
     target = {name: np.array(tensor.data) for name, tensor in old.items()}
     _, seconds = _timed(lambda: codec.decode(blobs, new, target, workers=workers), clock)
@@ -183,25 +191,67 @@ def _pack(old: State, new: State, repeats: int) -> dict[str, Any]:
 
 def _facts(old: State, new: State) -> dict[str, Any]:
     num_elements = num_changed = 0
-    classed = _Classes()
-    has_classes = True
     for name, tensor in new.items():
         elements = elements_of(tensor.dtype)
-        after, before = (_codes(state[name].data, elements.bits) for state in (old, new))[::-1] if False else (
-            _codes(tensor.data, elements.bits),
-            _codes(old[name].data, elements.bits),
-        )
-        at = np.flatnonzero(after != before)
+        after = codes_of(tensor.data, elements)
         num_elements += after.size
-        num_changed += at.size
-        if elements.has_cgr:
-            classed.add(tensor.dtype, before, after, at)
-        elif at.size:
-            has_classes = False
+        num_changed += int(np.count_nonzero(after != codes_of(old[name].data, elements)))
+    bits = bits_of_change(old, new)
     return {
         "raw_bytes": sum(tensor.data.size for tensor in new.values()),
         "num_elements": num_elements,
         "num_changed": num_changed,
         "changed_fraction": num_changed / num_elements if num_elements else 0.0,
-        "entropy_bits_per_change": _rounded(classed.bits() / num_changed) if num_changed and has_classes else None,
+        "entropy_bits_per_change": _rounded(bits / num_changed) if num_changed and bits is not None else None,
     }
+
+
+def _warm(codec: Codec, old: State, new: State) -> None:
+    """Compiles and loads what the codec needs, on the smallest tensor of each dtype that changed."""
+    chosen: dict[str, str] = {}
+    for name in sorted(new, key=lambda name: -new[name].data.size):
+        if not np.array_equal(old[name].data, new[name].data):
+            chosen[new[name].dtype] = name
+    few_old, few_new = ({name: state[name] for name in chosen.values()} for state in (old, new))
+    _decoded(codec, codec.encode(few_old, few_new, workers=1), few_old, few_new)
+
+
+def _where() -> dict[str, Any]:
+    versions = {"python": platform.python_version()}
+    for package in ("rollmill", "numpy", "numba", "zstandard", "lz4", "zipnn"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    hardware = {"machine": platform.machine(), "cpu": _cpu(), "num_cores": os.cpu_count(), "load_average": os.getloadavg()[0]}
+    return {"versions": versions, "hardware": hardware}
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _timed(work: Callable[[], Any], clock: Callable[[], float]) -> tuple[Any, float]:
+    start = clock()
+    found = work()
+    return found, clock() - start
+
+
+def _mb_s(raw_bytes: int, seconds: Sequence[float]) -> float:
+    # A state of a few bytes may take less than a tick of the clock.
+    return _rounded(raw_bytes / max(min(seconds), 1e-9) / 1e6)
+
+
+def _ratio(raw_bytes: int, num_bytes: int) -> float:
+    return raw_bytes / max(1, num_bytes)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _right(title: str) -> Any:
+    from rich.table import Column
+
+    return Column(title, justify="right")

@@ -177,8 +177,11 @@ def _litter(seen: Survey, now: float) -> Iterator[Finding]:
             what = f"{stone.num_bytes} bytes were to go {now - stone.delete_after:.0f} s ago"
             yield finding(Damage.TOMBSTONE_OVERDUE, stone.key, what)
     doomed = {key for stone in seen.tombstones for key in (*stone.packs, *stone.routes)}
+    # A version that something refers to was published, and its lost record is a finding of its own.
+    published = seen.listed_versions | {record.previous for record in seen.versions.values()}
+    published |= set() if seen.latest is None else {seen.latest.version}
     for name in sorted(seen.routes, key=lambda name: name.key):
-        if name.version not in seen.listed_versions and not seen.is_collected(name.version) and name.key not in doomed:
+        if name.version not in published and not seen.is_collected(name.version) and name.key not in doomed:
             yield finding(Damage.ROUTE_ORPHAN, name.key, f"version {name.version} was never published")
     named = {ref.key for route in seen.routes.values() for ref in route.packs}
     unread = {name.version for name in seen.listed_routes - seen.routes.keys()}

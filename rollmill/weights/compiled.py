@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
+import logging
 import os
+
+log = logging.getLogger("rollmill.weights")
 
 
 @functools.cache
 def has_numba() -> bool:
-    """True when numba can be imported and ROLLMILL_NUMBA is not 0."""
-    return os.environ.get("ROLLMILL_NUMBA", "1") != "0" and importlib.util.find_spec("numba") is not None
+    """True when numba can be imported and ROLLMILL_NUMBA is not 0; takes half a second, so ask when a loop is about to run."""
+    if os.environ.get("ROLLMILL_NUMBA", "1") == "0":
+        return False
+    try:
+        importlib.import_module("numba")
+    except ImportError as error:
+        log.warning("weight loops run in numpy, tens of times slower, because numba cannot be imported: %s", error)
+        return False
+    return True

@@ -336,9 +336,10 @@ class Follower:
         )  # fmt: skip
 
     def _load_from_peer(self, record: Version, schema: Schema) -> bool:
-        """Take the weights to start from out of a replica that serves them: nearer than any store. Whatever fails, the store is left."""
+        """Take the weights to start from out of a replica that serves them: nearer than any store. False: the store has to give them."""
         now = time.time()
-        peers = [p for p in self._store.leases() if p.url and p.version == record.version and p.expires > now and p.replica != self._replica]
+        serving = [lease for lease in self._store.leases() if lease.url and lease.version == record.version and lease.expires > now]
+        peers = [lease for lease in serving if lease.replica != self._replica]
         # Joiners that start together begin with different peers.
         for peer in sorted(peers, key=lambda p: blake3(f"{self._replica} {p.replica}".encode()).digest())[:_MAX_PEERS]:
             try:

@@ -111,15 +111,16 @@ def _brackets(versions: Sequence[int], folds: Sequence[tuple[int, int]]) -> list
     for version, base in folds:
         top, bottom = rows[version], rows.get(base, len(versions))
         inside = range(top + 1, min(bottom, len(versions)))
-        column = next((one for one in columns if one[top] in " '" and all(one[row] == " " for row in inside)), None)
-        if column is None or (bottom < len(versions) and column[bottom] not in " ."):
+        ends = range(bottom, min(bottom + 1, len(versions)))
+        free = (c for c in columns if c[top] in " '" and all(c[row] == " " for row in inside) and all(c[row] in " ." for row in ends))
+        if (column := next(free, None)) is None:
             column = [" "] * len(versions)
             columns.append(column)
         column[top] = "+" if column[top] == "'" else "."
         for row in inside:
             column[row] = "|"
-        if bottom < len(versions):
-            column[bottom] = "+" if column[bottom] == "." else "'"
+        for row in ends:
+            column[row] = "+" if column[row] == "." else "'"
     return ["".join(column[row] for column in columns) for row in range(len(versions))]
 
 
@@ -159,7 +160,7 @@ def _route_lines(store: WeightStore, record: Version, name: RouteName) -> list[s
         head += f" ({record.raw_bytes / name.num_bytes:.1f}x)"
     try:
         route = store.route(name)
-        return [f"{head}, {len(route.packs)} packs, by {route.writer}", *_pack_lines(store, record, route)]
+        return [f"{head}, {_many(len(route.packs), 'pack')}, by {route.writer}", *_pack_lines(store, record, route)]
     except (CorruptSnapshot, UnknownFormat, ObjectMissing) as error:
         return [f"{head}: damaged: {error}"]
 
@@ -172,7 +173,7 @@ def _pack_lines(store: WeightStore, record: Version, route: Route) -> list[str]:
         found, counted = _look(store, ref)
         entries += found
         codecs += counted
-        lines.append(f"    {ref.key}  {_size(ref.num_bytes)}, {len(found)} cells")
+        lines.append(f"    {ref.key}  {_size(ref.num_bytes)}, {_many(len(found), 'cell')}")
     used = ", ".join(f"{_codec(byte)} {count}" for byte, count in codecs.most_common())
     seen = "" if codecs.total() == len(entries) else f" (of {codecs.total()} cells looked at)"
     return [*lines, f"    codecs       {used or 'none'}{seen}", *_top_lines(store, record, entries)]
@@ -206,6 +207,10 @@ def _top_lines(store: WeightStore, record: Version, entries: Sequence[Entry]) ->
 
 def _codec(byte: int) -> str:
     return Codec(byte).name if byte in list(Codec) else f"unknown {byte}"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _size(num_bytes: int) -> str:

@@ -10,7 +10,6 @@ ask is decided by the network: the routes hand out the weights to anybody who ca
 from __future__ import annotations
 
 import http.client
-import json
 import queue
 import time
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
+import msgspec
 import numpy as np
 
 from rollmill.weights.encode import cell_bytes, in_order
@@ -38,6 +38,15 @@ PIECE_BYTES = 16 << 20
 """Of one request: 15 ms at 10 Gbit/s, and few enough tries are lost when the peer moves on."""
 _IN_FLIGHT = 4
 _READ_BYTES = 1 << 20
+_MAX_OFFER_BYTES = 64 << 20
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica can give."""
+
+    version: int | None
+    held: tuple[str, ...]
+    """Names of the tensors it holds whole: only they can be proved alone."""
 
 
 def peer_app(live: LiveWeights, follower: Follower) -> Starlette:
@@ -52,8 +61,8 @@ def peer_app(live: LiveWeights, follower: Follower) -> Starlette:
         return JSONResponse({"version": follower.version}, status_code=HTTPStatus.CONFLICT)
 
     async def version(request: Request) -> JSONResponse:
-        held = [name for name, part in live.held().items() if part == whole(part.spec)]
-        return JSONResponse({"version": follower.version, "held": held})
+        held = tuple(name for name, part in live.held().items() if part == whole(part.spec))
+        return JSONResponse(msgspec.to_builtins(Offer(version=follower.version, held=held)))
 
     def read(wanted: int, name: str, start: int, stop: int) -> Response:
         before = follower.swaps
@@ -94,12 +103,11 @@ def fetch_from_peer(
 
 
 def _fetch(peer: _Peer, record: Version, schema: Schema, held: Mapping[str, Held]) -> Iterator[tuple[str, np.ndarray]]:
-    offer = peer.ask("/weights/version")
-    lacking = sorted(held.keys() - set(offer.get("held", ())))
-    if offer.get("version") != record.version or lacking:
-        raise WrongBase(
-            f"{peer.url} serves version {offer.get('version')}, wanted is {record.version}; it lacks {lacking[:1] or 'nothing'}"
-        )
+    offer = peer.offer()
+    if offer.version != record.version:
+        raise WrongBase(f"{peer.url} serves version {offer.version}, wanted is {record.version}")
+    if lacking := held.keys() - set(offer.held):
+        raise WrongBase(f"{peer.url} does not hold all of {min(lacking)}")
     expected = record.print_of(schema).tensors
     specs = [spec for spec in schema.tensors if spec.name in held]
     pieces = [(s.name, at, min(at + PIECE_BYTES, s.num_bytes)) for s in specs for at in range(0, max(1, s.num_bytes), PIECE_BYTES)]
@@ -127,11 +135,11 @@ class _Peer:
         self._timeout_s = timeout_s
         self._idle: queue.SimpleQueue[http.client.HTTPConnection] = queue.SimpleQueue()
 
-    def ask(self, path: str) -> dict[str, object]:
+    def offer(self) -> Offer:
         try:
-            return dict(json.loads(self._get(path, limit=64 << 20)))
-        except ValueError as error:
-            raise CorruptSnapshot(f"{self.url}{path} did not answer with JSON") from error
+            return msgspec.json.decode(self._get("/weights/version", limit=_MAX_OFFER_BYTES), type=Offer)
+        except msgspec.MsgspecError as error:
+            raise CorruptSnapshot(f"{self.url} does not say what it serves: {error}") from error
 
     def tensor(self, version: int, name: str, start: int, stop: int) -> bytes:
         data = self._get(f"/weights/{version}/tensor?name={quote(name, safe='')}&start={start}&stop={stop}", limit=stop - start)

@@ -33,11 +33,11 @@ def identify(store: WeightStore, key: str) -> SelfDescription:
     size = objects.size(key)
     if size < len(MAGIC) + TAIL_BYTES:
         raise CorruptSnapshot(f"{key} has {size} bytes, too few for a pack")
-    magic, tail = objects.get_ranges(key, [(0, len(MAGIC)), (size - TAIL_BYTES, size)])
-    (index_bytes,) = struct.unpack("<I", tail[:-_DIGEST_BYTES])
-    digest = _digest(store, key, size)
-    if magic != MAGIC or digest != tail[-_DIGEST_BYTES:] or index_bytes > size - len(MAGIC) - TAIL_BYTES:
-        raise CorruptSnapshot(f"{key}: BLAKE3 of its bytes is {digest.hex()[:16]}, at its end stands {tail[-_DIGEST_BYTES:].hex()[:16]}")
+    magic, length = objects.get_ranges(key, [(0, len(MAGIC)), (size - TAIL_BYTES, size - _DIGEST_BYTES)])
+    (index_bytes,) = struct.unpack("<I", length)
+    digest, trailing = _digest(store, key, size), _trailing(store, key, size)
+    if magic != MAGIC or digest != trailing or index_bytes > size - len(MAGIC) - TAIL_BYTES:
+        raise CorruptSnapshot(f"{key}: BLAKE3 of its bytes is {digest.hex()[:16]}, at its end stands {trailing.hex()[:16]}")
     start = size - TAIL_BYTES - index_bytes
     (index,) = objects.get_ranges(key, [(start, size - TAIL_BYTES)])
     ref = PackRef(key=key, num_bytes=size, digest=digest.hex(), index_bytes=index_bytes, index_digest=blake3(index).hexdigest())
@@ -63,7 +63,7 @@ def _pack_damage(store: WeightStore, route: Route, ref: PackRef, deep: bool) -> 
     size = store.objects.size(ref.key)
     if size == ref.num_bytes and not deep:
         return None
-    if size == ref.num_bytes and _digest(store, ref.key, size).hex() == ref.digest:
+    if size == ref.num_bytes and _digest(store, ref.key, size).hex() == ref.digest == _trailing(store, ref.key, size).hex():
         return _misfit(store, route, ref)
     # Not the bytes that were published. Another whole pack in this place is a mistake of people, the rest is a fault of a disk.
     try:
@@ -131,3 +131,7 @@ def _digest(store: WeightStore, key: str, size: int) -> bytes:
         (piece,) = store.objects.get_ranges(key, [(start, min(start + _PIECE_BYTES, size - _DIGEST_BYTES))])
         hasher.update(piece)
     return hasher.digest()
+
+
+def _trailing(store: WeightStore, key: str, size: int) -> bytes:
+    return store.objects.get_ranges(key, [(size - _DIGEST_BYTES, size)])[0]

@@ -108,6 +108,8 @@ class _Repair:
         """A version without a whole route: packs that no route names may be one whose record is gone."""
         number = version_in(key)
         assert number is not None, "the survey lists only keys of versions"
+        if self._walk.weights(number) is not None:
+            return f"version {number} can be rebuilt"
         named = {ref.key for route in self._seen.routes.values() for ref in route.packs}
         ways: dict[tuple[int | None, str], list[PackRef]] = defaultdict(list)
         for ref, index in self._packs_of(number):
@@ -159,7 +161,7 @@ class _Repair:
             self._store.quarantine(key, "it is damaged and cannot be made again from other routes")
             return f"cannot mend {key}: no other whole route leads to version {name.version} and its base; {TRAINER} is full"
         refs = () if route is None else route.packs
-        kind = _kind(name, refs) if route is None else route.kind
+        kind = _kind(name, (), record.previous) if route is None else route.kind
         schema = self._seen.schemas[record.schema]
         # One damaged pack is written over, since nobody can use it; of several some are whole, and readers may be in them.
         rank = len(refs) if len(refs) > 1 else 0
@@ -262,10 +264,11 @@ class _Repair:
         return {name.key for name, route in routes if damaged & {name.key, *(ref.key for ref in route.packs)}}
 
 
-def _kind(name: RouteName, refs: Sequence[PackRef]) -> Kind:
+def _kind(name: RouteName, refs: Sequence[PackRef], previous: int | None = None) -> Kind:
+    """What a route is, by the names of its packs, or without them by whether it starts from the version before."""
     if name.base is None:
         return Kind.FULL
     if not name.num_bytes:
         return Kind.ALIAS
-    label = refs[0].key.rsplit("/", 1)[1] if refs else ""
-    return Kind.FOLD if label.startswith(Kind.FOLD) or not refs and name.version - name.base > 1 else Kind.DELTA
+    is_fold = refs[0].key.rsplit("/", 1)[1].startswith(Kind.FOLD) if refs else name.base != previous
+    return Kind.FOLD if is_fold else Kind.DELTA

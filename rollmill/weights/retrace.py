@@ -94,9 +94,10 @@ class Retrace:
             return self._blame(route, Damage.ROUTE_GIVES_OTHER_WEIGHTS, route.name.key, str(error))
         return data
 
-    def _blame(self, route: Route, kind: Damage, key: str, what: str) -> None:
+    def _blame(self, route: Route, kind: Damage, key: str, what: str) -> Weights | None:
         self._bad.add(route.name.key)
         self.found.append(finding(kind, key, what))
+        return None
 
     def _hold(self, version: int, data: Weights) -> None:
         """Keep the newest version and those that a later route starts from, those needed soonest first."""

@@ -110,7 +110,15 @@ def survey(store: WeightStore) -> Survey:
     seen.has_floor, floor = _one(store, seen, FLOOR, Floor, Damage.FLOOR_UNREADABLE)
     seen.floor = -1 if floor is None else floor.version
     seen.has_reserved, seen.reserved = _one(store, seen, RESERVED, Pointer, Damage.RESERVED_UNREADABLE)
+    # What waits for collection may be damaged, unless somebody holds on to it.
+    used = {tag.version for tag in seen.tags} | {lease.version for lease in seen.leases}
+    seen.found = [one for one in seen.found if (number := _version_of(one)) is None or number in used or not seen.is_collected(number)]
     return seen
+
+
+def _version_of(one: Finding) -> int | None:
+    name = route_in(one.key)
+    return version_in(one.key) if name is None else name.version
 
 
 def strangers(store: WeightStore) -> list[Finding]:

@@ -91,7 +91,7 @@ def test_health_pressure_models_and_metrics_answer(server: Server) -> None:
 
     native(server.url, ask())
     health, pressure = asyncio.run(main())
-    assert health.phase == "serving" and len(health.fingerprint) == 16 and pressure.slots == 8
+    assert health.phase == "serving" and len(health.fingerprint) == 32 and pressure.slots == 8
     assert httpx.get(server.url + "/v1/models").json()["data"][0]["id"] == "tiny"
     metrics = httpx.get(server.url + "/metrics").text
     for name in ("engine_swap_pause_s_count 0.0", 'engine_finished_requests_total{reason="deadline"} 0.0', "engine_sampled_tokens_total"):

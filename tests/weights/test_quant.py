@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -215,6 +216,38 @@ def test_thread_count_and_flushing_of_subnormals_change_no_bit(scheme: Scheme) -
         torch.set_num_threads(threads)
         torch.set_flush_denormal(False)
     assert found[0] == found[1]
+
+
+GOLDEN = {
+    Scheme.FP8_BLOCK: "bb5eea9e5115e7d4cde4f21c2f28887c",
+    Scheme.FP8_TENSOR: "d5413db8eda8ceb2678edc8baabaf947",
+    Scheme.MXFP4: "d11c5ea39325bd8072e59825700b1b7b",
+    Scheme.NVFP4: "c4a6ecf1379fc81513b6920ea05025f5",
+}
+"""A changed digest is another quantiser: give it a new number."""
+
+
+def golden_values() -> torch.Tensor:
+    """Every magnitude from 2^-70 to 2^30 and every kind of tie, exact on any machine."""
+    steps = (torch.arange(-4096, 4096, dtype=torch.float32) / 64).reshape(64, 128)
+    scaled = torch.cat([steps * 2.0**power for power in range(-70, 25, 5)])
+    assert scaled.shape == (1216, 128)
+    return scaled
+
+
+def digest(tensors: Tensors) -> str:
+    return blake3(b"".join(bits({name: tensor.cpu() for name, tensor in sorted(tensors.items())}).values())).hexdigest(length=16)
+
+
+@every_scheme
+def test_a_scheme_keeps_its_bits_for_ever(scheme: Scheme) -> None:
+    assert digest(quantise("w", golden_values(), scheme)) == GOLDEN[scheme]
+
+
+@every_scheme
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_gives_the_bits_of_the_cpu(scheme: Scheme) -> None:
+    assert digest(quantise("w", golden_values().cuda(), scheme)) == GOLDEN[scheme]
 
 
 def test_a_step_changes_far_fewer_codes_than_bf16() -> None:

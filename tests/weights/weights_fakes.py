@@ -1,4 +1,4 @@
-"""Named stand-ins for the tests of the weight path: a replica's live weights that can go wrong, and weights that depend on the step only."""
+"""Named stand-ins for the tests of the weight path: live weights that can go wrong, and weights that depend on the step only."""
 
 from __future__ import annotations
 

@@ -10,19 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollmill.weights.cuda.fingerprint import FingerprintPlan, fingerprint_tensors
-    from rollmill.weights.cuda.live import CudaWeights
-    from rollmill.weights.cuda.patch import SparsePatch, StagedPatch
-    from rollmill.weights.cuda.place import Piece
+    from rollmill.weights.cuda.live import CodedCell, CudaWeights
+    from rollmill.weights.cuda.patch import StagedPatch
 
 _HOME = {
+    "CodedCell": "live",
     "CudaWeights": "live",
     "FingerprintPlan": "fingerprint",
-    "Piece": "place",
-    "SparsePatch": "patch",
     "StagedPatch": "patch",
     "fingerprint_tensors": "fingerprint",
 }
-__all__ = sorted(_HOME)
+__all__ = ["CodedCell", "CudaWeights", "FingerprintPlan", "StagedPatch", "fingerprint_tensors"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,7 @@
-"""Reading the bit strings of docs/formats/chunk.md inside kernels: one lane, one reader; past the end stand whatever bits, positions are the caller's to check."""
+"""The bit strings of docs/formats/chunk.md read inside kernels, a reader in every lane; ends are for the caller to check."""
+
+# Kernel arguments are pointers and numbers on the device; they have no Python types.
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ TOO_MUCH = tl.constexpr(1 << 22)
 
 
 @triton.jit
-def window(words, at, last_word):  # type: ignore[no-untyped-def]
+def window(words, at, last_word):
     """The 64 bits from bit `at` on, of int64 words as bits of uint64; `last_word` is the last index with a word after it."""
     index = tl.minimum(at >> 6, last_word)
     shift = (at & 63).to(tl.uint64)
@@ -22,7 +25,7 @@ def window(words, at, last_word):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def window_if(words, at, last_word, wanted, otherwise):  # type: ignore[no-untyped-def]
+def window_if(words, at, last_word, wanted, otherwise):
     """`window` for the lanes that want one."""
     index = tl.minimum(at >> 6, last_word)
     shift = (at & 63).to(tl.uint64)
@@ -32,7 +35,7 @@ def window_if(words, at, last_word, wanted, otherwise):  # type: ignore[no-untyp
 
 
 @triton.jit
-def rice(bits, k):  # type: ignore[no-untyped-def]
+def rice(bits, k):
     """`R(k)` at the start of a window: value and length."""
     head = (bits & 0xFFFFFF).to(tl.int32)
     # The exponent of a power of two counts its zeros.
@@ -45,7 +48,7 @@ def rice(bits, k):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def signed(bits):  # type: ignore[no-untyped-def]
+def signed(bits):
     """`S` at the start of a window: value, length, and whether it is refused."""
     head = (bits & 0xFFFFFFFFFFFF).to(tl.int64)
     zeros = ((head & -head).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
@@ -56,7 +59,7 @@ def signed(bits):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def natural(words, at, last_word, predicted, wanted):  # type: ignore[no-untyped-def]
+def natural(words, at, last_word, predicted, wanted):
     """`W(p)` at bit `at`, for the lanes that want one: value, its width, the bit after it, and whether it is refused."""
     bits = window(words, at, last_word)
     more, length, refused = signed(bits)

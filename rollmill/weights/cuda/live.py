@@ -6,54 +6,98 @@ Pointers never change, so graphs that were captured over the weights stay valid.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from rollmill.weights import chunk
+from rollmill.weights.bits import host_bytes
+from rollmill.weights.chunk import Codec, elements_of
+from rollmill.weights.cuda.classes import LiveChunk
+from rollmill.weights.cuda.decode import decode_chunks
 from rollmill.weights.cuda.fingerprint import FingerprintPlan
-from rollmill.weights.cuda.patch import SparsePatch, StagedPatch, Upload, stage, swap
-from rollmill.weights.cuda.place import Keys, Piece, box_of, whole
+from rollmill.weights.cuda.patch import Changes, StagedPatch, Upload, stage, swap
+from rollmill.weights.cuda.place import Box, Keys, box_of, pieces_of
+from rollmill.weights.encode import cell_bytes
+from rollmill.weights.live import TensorPatch
 from rollmill.weights.proof import Lanes
+from rollmill.weights.schema import Cell, positions_in_tensor
+from rollmill.weights.shard import Held
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodedCell:
+    """One cell of a delta as it is stored."""
+
+    name: str
+    cell: Cell
+    """In the global tensor; it lies inside what is held here."""
+    payload: bytes | memoryview
 
 
 class CudaWeights:
-    """Live tensors by name.
+    """Live tensors by name, as `LiveWeights` wants them.
 
-    stage(patches) -> [pause the engine] -> apply(staged) -> fingerprint() as published? -> [resume] : revert(staged) -> [resume]
+    stage(patches) or stage_cells(cells) -> [pause] -> apply(staged) -> lanes() as published? -> [resume] : revert(staged) -> [resume]
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor] | Sequence[Piece]) -> None:
-        self.pieces = whole(tensors) if isinstance(tensors, Mapping) else list(tensors)
-        if not self.pieces:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], held: Mapping[str, Held] | None = None) -> None:
+        if not tensors:
             raise ValueError("no live tensors were given; pass the parameters that the engine serves")
-        devices = {piece.tensor.device for piece in self.pieces}
+        devices = {tensor.device for tensor in tensors.values()}
         if len(devices) != 1:
             raise ValueError(f"live tensors lie on {sorted(map(str, devices))}; make one CudaWeights per device")
         (self.device,) = devices
-        self.keys = Keys(self.pieces, self.device)
-        self._by_name = {piece.name: at for at, piece in enumerate(self.pieces)}
-        if len(self._by_name) != len(self.pieces):
-            raise ValueError("two live tensors have the same name; give each tensor its own")
-        self._boxes = [box_of(piece, in_words=False) for piece in self.pieces]
-        self._plan = FingerprintPlan(self.pieces, self.device, keys=self.keys)
+        self.tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+        pieces = pieces_of(self.tensors, held)
+        self.keys = Keys(pieces, self.device)
+        self._held = {piece.held.spec.name: piece.held for piece in pieces}
+        self._slots = {name: at for at, name in enumerate(self.keys.names)}
+        self._boxes = [box_of(piece, in_words=False) for piece in pieces]
+        self._plan = FingerprintPlan(pieces, self.device, keys=self.keys)
         self._plan.launch()
         self._tracked = self._plan.sums.clone()
         self._upload = Upload(self.device)
 
-    def stage(self, patches: Sequence[SparsePatch]) -> StagedPatch:
+    def held(self) -> Mapping[str, Held]:
+        return self._held
+
+    def read(self, name: str) -> np.ndarray:
+        """A copy on the host; the CUDA path itself needs none."""
+        return host_bytes(self.tensors[name])
+
+    def load(self, name: str, data: np.ndarray) -> None:
+        """Replace a tensor's bytes; only while nothing is served."""
+        tensor = self.tensors[name]
+        tensor.copy_(torch.from_numpy(np.array(data)).view(tensor.dtype).view(tensor.shape))
+        self._plan.launch()
+        self._tracked.copy_(self._plan.sums)
+
+    def stage(self, patches: Sequence[TensorPatch]) -> StagedPatch:
         """Brings patches to the device on a side stream; the weights are not touched and the engine need not pause."""
-        unknown = [patch.name for patch in patches if patch.name not in self._by_name]
-        if unknown:
-            raise ValueError(f"no live tensor is called {unknown[0]!r}; known names begin {sorted(self._by_name)[:3]}")
-        if len({patch.name for patch in patches}) != len(patches):
-            raise ValueError("two patches are for the same tensor; merge them, so that positions are unique")
-        rows = []
-        for patch in patches:
-            at = self._by_name[patch.name]
-            rows.append((patch, self._boxes[at], self.keys.offsets[at], self.keys.slots[at]))
-        changes = stage(rows, self._upload)
-        staged = StagedPatch(changes=changes, ready=self._upload.event(), keep=self._upload.pinned)
-        self._upload.pinned = []
-        return staged
+        return self._staged([], patches)
+
+    def stage_cells(self, cells: Sequence[CodedCell]) -> StagedPatch:
+        """Decodes one delta's cells against the live weights, on the device; raises `CorruptSnapshot` before anything can be applied.
+
+        Cells that are not CGR of 8 or 16 bits are decoded on the host, for which their old bytes are fetched.
+        """
+        groups: dict[str, list[CodedCell]] = {}
+        others: dict[str, list[CodedCell]] = {}
+        for coded in cells:
+            self._known(coded.name)
+            elements = elements_of(self._held[coded.name].spec.dtype)
+            if len(coded.payload) and coded.payload[0] == Codec.CGR and elements.has_cgr and elements.bits != 4:
+                groups.setdefault(elements.dtype, []).append(coded)
+            else:
+                others.setdefault(coded.name, []).append(coded)
+        stream = self._upload.stream
+        # Beside the engine, but after the last swap: what is decoded is decoded against the weights as they are now.
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            changes = [self._decode(dtype, group) for dtype, group in groups.items()]
+        return self._staged(changes, [self._on_host(name, coded) for name, coded in others.items()])
 
     def apply(self, staged: StagedPatch) -> None:
         """Swaps the changes in, on the current stream; returns before the device has finished."""
@@ -67,18 +111,78 @@ class CudaWeights:
             raise ValueError("this patch is not applied; nothing to revert")
         self._swap(staged)
 
-    def fingerprint(self) -> dict[str, Lanes]:
-        """Recomputed over the live memory: one pass. Shards of a tensor add up lane by lane, mod 2^64."""
+    def lanes(self) -> dict[str, Lanes]:
+        """The held part of every tensor's fingerprint, recomputed from the live memory in one pass."""
         self._plan.launch()
         return self._plan.read()
 
-    def tracked_fingerprint(self) -> dict[str, Lanes]:
-        """What the fingerprint must be after the swaps so far, from the changes alone: O(changes). Equal unless memory was damaged."""
+    def tracked_lanes(self) -> dict[str, Lanes]:
+        """What `lanes` must be after the swaps so far, from the changes alone: O(changes). Equal unless memory was damaged."""
         return self._plan.read(self._tracked)
 
+    def _decode(self, dtype: str, cells: Sequence[CodedCell]) -> Changes:
+        bodies = [memoryview(coded.payload)[1:] for coded in cells]
+        return decode_chunks(bodies, [self._live_chunk(coded) for coded in cells], elements_of(dtype))
+
     def _swap(self, staged: StagedPatch) -> None:
-        if staged.ready is not None:
-            staged.ready.wait()
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(staged.ready)
         for changes in staged.changes:
+            for used in (changes.segments, changes.tiles, changes.positions, changes.codes):
+                used.record_stream(stream)
             swap(changes, self.keys, self._tracked)
         staged.applied = not staged.applied
+
+    def _staged(self, changes: list[Changes], patches: Sequence[TensorPatch]) -> StagedPatch:
+        rows = []
+        for patch in patches:
+            slot = self._known(patch.held.spec.name)
+            rows.append((patch, self._boxes[slot], self.keys.offsets[slot], slot))
+        if len({slot for _, _, _, slot in rows}) != len(rows):
+            raise ValueError("two patches are for the same tensor; merge them, so that positions are unique")
+        changes = changes + stage(rows, self._upload)
+        staged = StagedPatch(changes=changes, ready=self._upload.event(), keep=self._upload.pinned)
+        self._upload.pinned = []
+        return staged
+
+    def _known(self, name: str) -> int:
+        if name not in self._slots:
+            raise ValueError(f"no live tensor is called {name!r}; known names begin {sorted(self._slots)[:3]}")
+        return self._slots[name]
+
+    def _local(self, coded: CodedCell) -> Cell:
+        local = self._held[coded.name].local(coded.cell)
+        if local is None:
+            raise ValueError(f"{coded.name}: cell {coded.cell} lies outside of what is held here; fetch only the cells of this shard")
+        return local
+
+    def _live_chunk(self, coded: CodedCell) -> LiveChunk:
+        local, slot, cell = self._local(coded), self._slots[coded.name], coded.cell
+        box: Box = self._boxes[slot]
+        if box.rows > 1 and box.width != local.stride:
+            raise ValueError(
+                f"{coded.name}: rows of {box.width} in memory against {local.stride} in the shard; make the live tensor contiguous"
+            )
+        row, col = divmod(local.start, box.width)
+        address = box.address + (row * box.memory_stride + col) * box.unit_bytes
+        memory_stride = local.stride if box.rows == 1 else box.memory_stride
+        width = cell.num_elements if cell.is_contiguous and (memory_stride == cell.width or cell.rows == 1) else cell.width
+        segment = (address, memory_stride, max(1, width), cell.start, cell.stride, self.keys.offsets[slot], slot)
+        return LiveChunk(num_codes=cell.num_elements, segment=segment)
+
+    def _on_host(self, name: str, cells: Sequence[CodedCell]) -> TensorPatch:
+        held = self._held[name]
+        spec = held.spec
+        live, per = self.read(name), max(1, spec.item_bytes // 8)
+        positions, codes, before = [], [], []
+        for coded in cells:
+            local = self._local(coded)
+            old = cell_bytes(live, local, spec.item_bytes)
+            patch = chunk.decode_patch(coded.payload, num_bytes=old.nbytes, dtype=spec.dtype, old=old)
+            inside = patch.positions.astype(np.int64)
+            positions.append(positions_in_tensor(local, inside // per) * per + inside % per)
+            codes.append(patch.codes)
+            before.append(old.view(patch.codes.dtype)[inside])
+        where = np.concatenate(positions)
+        order = np.argsort(where, kind="stable")
+        return TensorPatch(held=held, positions=where[order], codes=np.concatenate(codes)[order], before=np.concatenate(before)[order])

@@ -4,10 +4,13 @@ A change is a position and a code. The kernel exchanges codes between the patch 
 inverse and needs no second buffer. Positions are unique, which makes the order of the exchange irrelevant.
 """
 
+# Kernel arguments are pointers and numbers on the device; they have no Python types.
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,29 +18,10 @@ import triton
 import triton.language as tl
 
 from rollmill.weights.cuda.place import MAX_RUN, Box, Keys
+from rollmill.weights.live import TensorPatch
 
 _CODE = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
-_TORCH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 BLOCK = 1024
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SparsePatch:
-    """The changes of one tensor on the host.
-
-    >>> SparsePatch(name="w", positions=np.array([0, 5], np.uint32), codes=np.array([0x3F80, 0xBF80], np.uint16)).num_changes
-    2
-    """
-
-    name: str
-    positions: np.ndarray
-    """Row-major element indices in the live tensor, unsigned or int64, strictly ascending."""
-    codes: np.ndarray
-    """The new elements as unsigned integers of their width."""
-
-    @property
-    def num_changes(self) -> int:
-        return len(self.positions)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -60,11 +44,11 @@ class StagedPatch:
     """Changes on the device. `applied` says on which side of the swap the weights are."""
 
     changes: list[Changes]
-    ready: torch.cuda.Event | None = None
+    ready: torch.cuda.Event
     """Reached when everything is on the device."""
+    keep: list[torch.Tensor]
+    """Memory on the host that must live until `ready`."""
     applied: bool = False
-    keep: list[torch.Tensor] = field(default_factory=list)
-    """Memory that must live until `ready`."""
 
     @property
     def num_changes(self) -> int:
@@ -72,7 +56,7 @@ class StagedPatch:
 
 
 @triton.jit
-def _swap(segments, tiles, positions, codes, keys, columns, sums, CODE: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _swap(segments, tiles, positions, codes, keys, columns, sums, CODE: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr):
     """Exchanges one tile's codes with the weights and adds what that changes to the tensor's sums."""
     tile = tiles + tl.program_id(0).to(tl.int64) * 3
     segment = segments + tl.load(tile) * 7
@@ -129,7 +113,7 @@ def swap(changes: Changes, keys: Keys, sums: torch.Tensor) -> None:
     )
 
 
-def stage(patches: Sequence[tuple[SparsePatch, Box, int, int]], upload: Upload) -> list[Changes]:
+def stage(patches: Sequence[tuple[TensorPatch, Box, int, int]], upload: Upload) -> list[Changes]:
     """Patches with the box of their live tensor in elements, its key offset and its slot, brought to the device."""
     found = []
     for unit_bytes in sorted({box.unit_bytes for _, box, _, _ in patches}):
@@ -138,7 +122,7 @@ def stage(patches: Sequence[tuple[SparsePatch, Box, int, int]], upload: Upload) 
         positions: list[np.ndarray] = []
         codes: list[np.ndarray] = []
         for patch, box, key, slot in patches:
-            if box.unit_bytes == unit_bytes and patch.num_changes:
+            if box.unit_bytes == unit_bytes and len(patch.positions):
                 _check(patch, box)
                 for first, end, segment in _segments(patch, box, key, slot):
                     segments.append(segment)
@@ -193,26 +177,28 @@ def _origin(segment: tuple[int, ...], box: Box) -> int:
     return (segment[0] - box.address) // box.unit_bytes if box.rows == 1 else 0
 
 
-def _segments(patch: SparsePatch, box: Box, key: int, slot: int) -> list[tuple[int, int, tuple[int, ...]]]:
+def _segments(patch: TensorPatch, box: Box, key: int, slot: int) -> list[tuple[int, int, tuple[int, ...]]]:
     """(first change, end, table row): one segment, but for contiguous tensors whose positions do not fit 32 bits."""
     if box.rows > 1 and box.count > MAX_RUN:
-        raise ValueError(f"{patch.name}: a strided live tensor of {box.count} elements is too large to patch; split it into several pieces")
+        raise ValueError(
+            f"{patch.held.spec.name}: a strided live tensor of {box.count} elements is too large to patch; split it into several pieces"
+        )
     step = box.count if box.rows > 1 else MAX_RUN
-    found = []
+    found: list[tuple[int, int, tuple[int, ...]]] = []
     for begin in range(0, box.count, step):
         first, end = (int(at) for at in np.searchsorted(patch.positions, [begin, begin + step]))
         if first < end:
-            row = (box.address + begin * box.unit_bytes, box.memory_stride, min(box.width, MAX_RUN), box.start + begin, box.stride, key, slot)
-            found.append((first, end, row))
+            address, start = box.address + begin * box.unit_bytes, box.start + begin
+            found.append((first, end, (address, box.memory_stride, min(box.width, MAX_RUN), start, box.stride, key, slot)))
     return found
 
 
-def _check(patch: SparsePatch, box: Box) -> None:
+def _check(patch: TensorPatch, box: Box) -> None:
     positions, codes = patch.positions, patch.codes
     if len(positions) != len(codes) or codes.dtype.kind != "u" or codes.dtype.itemsize != box.unit_bytes:
         raise ValueError(
-            f"{patch.name}: {len(positions)} positions against {len(codes)} codes of {codes.dtype}; "
+            f"{patch.held.spec.name}: {len(positions)} positions against {len(codes)} codes of {codes.dtype}; "
             f"give one unsigned code of {box.unit_bytes} bytes per position"
         )
     if positions.dtype.kind not in "ui" or not (positions[1:] > positions[:-1]).all() or positions[0] < 0 or positions[-1] >= box.count:
-        raise ValueError(f"{patch.name}: positions must ascend strictly from 0 to at most {box.count - 1}")
+        raise ValueError(f"{patch.held.spec.name}: positions must ascend strictly from 0 to at most {box.count - 1}")

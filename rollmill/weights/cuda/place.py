@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from rollmill.weights.bits import dtype_name
-from rollmill.weights.proof import COLS, GOLDEN, KEYS, MASK, Lanes, mix, seeds_of, words_per_element
-from rollmill.weights.schema import Cell, item_bytes_of
+from rollmill.weights.proof import COLS, GOLDEN, KEYS, MASK, mix, seeds_of, words_per_element
+from rollmill.weights.schema import TensorSpec
+from rollmill.weights.shard import Held, whole
 
 # Kernels divide by a width in 32 bits.
 MAX_RUN = 1 << 31
@@ -21,25 +22,10 @@ MAX_RUN = 1 << 31
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Piece:
-    """A live tensor and the part of a global tensor that it holds.
+    """A live tensor and the part of a global tensor that it holds."""
 
-    The rank that holds columns 512.. of a [1024, 1024] weight: `Piece(name="w", dtype="bfloat16", shape=(1024, 1024),
-    cell=Cell(512, 1024, 512, 1024), tensor=local)`.
-    """
-
-    name: str
-    dtype: str
-    """As in the schema: the torch dtype without its prefix, or `packed_uint4` over bytes."""
-    shape: tuple[int, ...]
-    """Of the global tensor."""
-    cell: Cell
-    """In elements of the global tensor."""
+    held: Held
     tensor: torch.Tensor
-
-    @property
-    def holds_first(self) -> bool:
-        """Whether the tensor's base value is counted here, so that the values of all shards add up."""
-        return self.cell.start == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,26 +45,25 @@ class Box:
         return self.rows * self.width
 
 
-def whole(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
-    """Unsharded tensors as pieces."""
+def pieces_of(tensors: Mapping[str, torch.Tensor], held: Mapping[str, Held] | None = None) -> list[Piece]:
+    """Live tensors by name; each is a whole tensor unless `held` says which part it is."""
     pieces = []
     for name, tensor in tensors.items():
-        count = tensor.numel()
-        cell = Cell(0, 1, count, count)
-        pieces.append(Piece(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), cell=cell, tensor=tensor))
+        spec = TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
+        pieces.append(Piece(held=whole(spec) if held is None else held[name], tensor=tensor))
     return pieces
 
 
 def box_of(piece: Piece, *, in_words: bool) -> Box:
     """In words of the fingerprint, or in elements as patches count them."""
-    tensor, cell = piece.tensor, piece.cell
-    item = item_bytes_of(piece.dtype)
+    tensor, spec, cell = piece.tensor, piece.held.spec, piece.held.region
+    item = spec.item_bytes
     if tensor.element_size() != item or tensor.numel() != cell.num_elements:
         raise ValueError(
-            f"{piece.name}: a live tensor of {tensor.numel()} elements of {tensor.element_size()} bytes cannot hold "
-            f"{cell.num_elements} of {piece.dtype}; give the cell that this tensor really holds"
+            f"{spec.name}: a live tensor of {tensor.numel()} elements of {tensor.element_size()} bytes cannot hold "
+            f"{cell.num_elements} of {spec.dtype}; say which part of the tensor it holds"
         )
-    run, memory_stride = _runs(piece.name, tensor)
+    run, memory_stride = _runs(spec.name, tensor)
     if cell.is_contiguous:
         width, stride = run, run
     else:
@@ -86,7 +71,7 @@ def box_of(piece: Piece, *, in_words: bool) -> Box:
         if run == tensor.numel():
             memory_stride = width
         elif run != width:
-            raise ValueError(f"{piece.name}: rows of {run} in memory against {width} in the cell; make the live tensor contiguous")
+            raise ValueError(f"{spec.name}: rows of {run} in memory against {width} in the shard; make the live tensor contiguous")
     # A patch counts 16-byte elements in halves, as the chunk format does.
     per = words_per_element(item) if in_words else max(1, item // 8)
     rows = cell.num_elements // width if width else 0
@@ -116,7 +101,7 @@ def _runs(name: str, tensor: torch.Tensor) -> tuple[int, int]:
     if tensor.numel() < 2 or not merged:
         return tensor.numel(), tensor.numel()
     if merged[-1][1] != 1 or len(merged) > 2:
-        raise ValueError(f"{name}: strides {tensor.stride()} of {tuple(tensor.shape)} are no rows of words; make the live tensor contiguous")
+        raise ValueError(f"{name}: strides {tensor.stride()} are no rows of words; make the live tensor contiguous")
     return merged[-1][0], merged[0][1] if len(merged) == 2 else merged[-1][0]
 
 
@@ -127,18 +112,15 @@ class Keys:
     """
 
     def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
-        self.names = list(dict.fromkeys(piece.name for piece in pieces))
-        slots = {name: at for at, name in enumerate(self.names)}
-        self.slots = [slots[piece.name] for piece in pieces]
-        self.bases: dict[str, Lanes] = dict.fromkeys(self.names, (0, 0))
+        self.names = [piece.held.spec.name for piece in pieces]
+        if len(set(self.names)) != len(self.names):
+            raise ValueError("two live tensors have the same name; give each tensor its own")
         self.offsets: list[int] = []
         """Per piece: the place in `rows` of the key of global row 0, which itself may lie before the table."""
         parts, filled = [], 0
         for piece in pieces:
-            seeds = seeds_of(piece.name, piece.dtype, piece.shape)
-            if piece.holds_first:
-                self.bases[piece.name] = (mix(seeds[0]), mix(seeds[1]))
-            per, cell = words_per_element(item_bytes_of(piece.dtype)), piece.cell
+            spec, cell = piece.held.spec, piece.held.region
+            seeds, per = seeds_of(spec.name, spec.dtype, spec.shape), words_per_element(spec.item_bytes)
             first = cell.start * per // COLS
             end = (cell.start + (cell.rows - 1) * cell.stride + cell.width) * per if cell.num_elements else first * COLS
             count = -(-end // COLS) - first

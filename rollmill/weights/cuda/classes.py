@@ -1,0 +1,178 @@
+"""How many elements of each class lie before every block of 1024 and in its eight sub-blocks of 128, for a batch of chunks in live memory."""
+
+# Kernel arguments are pointers and numbers on the device; they have no Python types.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from rollmill.weights.chunk import Elements
+
+CODE = {8: tl.uint8, 16: tl.uint16}
+BLOCK_ELEMENTS = 1024
+# Chunks whose counts are held at one time: 1024 of 2^20 elements take 0.4 GB beside 2 GB of weights.
+BATCH_CHUNKS = 1024
+_TILE_SUBS = 128
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LiveChunk:
+    """The live memory of one chunk."""
+
+    num_codes: int
+    segment: tuple[int, int, int, int, int, int, int]
+    """As in `Changes.segments`: address, memory stride, width, start, stride, key offset, slot."""
+
+    @property
+    def is_plain(self) -> bool:
+        """One run of memory in whole, aligned vectors of eight."""
+        return self.segment[0] % 16 == 0 and self.segment[2] >= self.num_codes and self.num_codes % 8 == 0
+
+
+@triton.jit
+def class_of(code, base, SHIFT: tl.constexpr, MASK: tl.constexpr):
+    raw = (code.to(tl.int32) >> SHIFT) & MASK
+    return tl.minimum(tl.maximum(raw - base, 0), 31)
+
+
+@triton.jit
+def place_of(element, width, memory_stride, PLAIN: tl.constexpr):
+    if PLAIN:
+        return element.to(tl.int64)
+    run = element.to(tl.uint32) // width
+    return run.to(tl.int64) * memory_stride + (element.to(tl.uint32) - run * width).to(tl.int64)
+
+
+@triton.jit
+def _count(
+    chunks,
+    segments,
+    num_codes,
+    bases,
+    blocks,
+    tiles,
+    counted,
+    total_subs,
+    CODE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    MASK: tl.constexpr,
+    WORDS: tl.constexpr,
+    PLAIN: tl.constexpr,
+    SUBS: tl.constexpr,
+):
+    """Byte c of the words of a sub-block counts its elements of class c, for classes under 8 * WORDS."""
+    tile = tiles + tl.program_id(0) * 2
+    slot = tl.load(tile)
+    first = tl.load(tile + 1)
+    chunk = tl.load(chunks + slot)
+    segment = segments + chunk * 7
+    live = tl.load(segment).to(tl.pointer_type(CODE))
+    if PLAIN:
+        live = tl.multiple_of(live, 16)
+    memory_stride, width = tl.load(segment + 1), tl.load(segment + 2).to(tl.uint32)
+    limit = tl.load(num_codes + chunk)
+    if PLAIN:
+        limit = tl.multiple_of(limit, 8)
+    base = tl.load(bases + chunk)
+    sub = first + tl.arange(0, SUBS)
+    word0 = tl.zeros((SUBS,), dtype=tl.uint64)
+    word1 = tl.zeros((SUBS,), dtype=tl.uint64)
+    word2 = tl.zeros((SUBS,), dtype=tl.uint64)
+    word3 = tl.zeros((SUBS,), dtype=tl.uint64)
+    for part in range(16):
+        element = sub[:, None] * 128 + part * 8 + tl.arange(0, 8)[None, :]
+        inside = element < limit
+        code = tl.load(live + place_of(element, width, memory_stride, PLAIN), mask=inside, other=0)
+        kind = class_of(code, base, SHIFT, MASK)
+        one = tl.where(inside, 1, 0).to(tl.uint64) << ((kind & 7) * 8).to(tl.uint64)
+        which = kind >> 3
+        word0 += tl.sum(tl.where(which == 0, one, 0), axis=1)
+        if WORDS > 1:
+            word1 += tl.sum(tl.where(which == 1, one, 0), axis=1)
+        if WORDS > 2:
+            word2 += tl.sum(tl.where(which == 2, one, 0), axis=1)
+        if WORDS > 3:
+            word3 += tl.sum(tl.where(which == 3, one, 0), axis=1)
+    # Blocks of a chunk are whole: sub-blocks past its end are there and empty.
+    real = sub < (tl.load(blocks + slot + 1) - tl.load(blocks + slot)) * 8
+    out = counted + tl.load(blocks + slot) * 8 + sub
+    tl.store(out, word0.to(tl.int64, bitcast=True), mask=real)
+    if WORDS > 1:
+        tl.store(out + total_subs, word1.to(tl.int64, bitcast=True), mask=real)
+    if WORDS > 2:
+        tl.store(out + 2 * total_subs, word2.to(tl.int64, bitcast=True), mask=real)
+    if WORDS > 3:
+        tl.store(out + 3 * total_subs, word3.to(tl.int64, bitcast=True), mask=real)
+
+
+@triton.jit
+def _prefix(blocks, counted, total_subs, prefix, totals, WORDS: tl.constexpr, TILE: tl.constexpr):
+    """prefix: int32[blocks before the chunk * classes + class * its blocks + block], elements of the class before the block."""
+    slot, kind = tl.program_id(0), tl.program_id(1)
+    begin = tl.load(blocks + slot)
+    num_blocks = tl.load(blocks + slot + 1) - begin
+    carry = tl.zeros((1,), dtype=tl.int32)
+    out = prefix + begin * (8 * WORDS) + kind * num_blocks
+    shift = ((kind % 8) * 8).to(tl.uint64)
+    for first in range(0, num_blocks, TILE):
+        block = first + tl.arange(0, TILE)
+        at = counted + (kind // 8) * total_subs + (begin + block)[:, None] * 8 + tl.arange(0, 8)[None, :]
+        counts = tl.load(at, mask=(block < num_blocks)[:, None], other=0).to(tl.uint64, bitcast=True)
+        count = tl.sum(((counts >> shift) & 255).to(tl.int32), axis=1)
+        tl.store(out + block, carry + tl.cumsum(count, axis=0) - count, mask=block < num_blocks)
+        carry += tl.sum(count, axis=0)
+    tl.store(totals + slot * 32 + kind + tl.arange(0, 1), carry)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ClassCounts:
+    """Tables of one batch. A slot is a place in the batch."""
+
+    chunks: torch.Tensor
+    """int32[slots]: places in the list of all chunks."""
+    blocks: torch.Tensor
+    """int32[slots + 1]: blocks of the batch before the slot's first."""
+    counted: torch.Tensor
+    """int64[words, sub-blocks], as bits: byte c of a sub-block's words counts its elements of class c."""
+    prefix: torch.Tensor
+    """int32: at (blocks before the slot) * classes + class * (its blocks) + block, the elements of the class before the block."""
+    totals: torch.Tensor
+    """int32[slots, 32]."""
+    num_words: int
+    search_steps: int
+    """Of a binary search among the blocks of the largest chunk."""
+
+
+def count_classes(
+    batch: Sequence[int], chunks: Sequence[LiveChunk], segments: torch.Tensor, num_codes: torch.Tensor, bases: torch.Tensor,
+    elements: Elements, *, num_classes: int, is_plain: bool,
+) -> ClassCounts:  # fmt: skip
+    device = segments.device
+    num_words = -(-num_classes // 8)
+    per_chunk = -(-np.array([chunks[at].num_codes for at in batch], np.int64) // BLOCK_ELEMENTS)
+    blocks = torch.from_numpy(np.concatenate([[0], np.cumsum(per_chunk)]).astype(np.int32)).to(device)
+    total = int(per_chunk.sum())
+    counted = torch.empty(num_words, total * 8, dtype=torch.int64, device=device)
+    prefix = torch.empty(total * 8 * num_words, dtype=torch.int32, device=device)
+    totals = torch.zeros(len(batch), 32, dtype=torch.int32, device=device)
+    members = torch.tensor(batch, dtype=torch.int32, device=device)
+    per_tile = -(-per_chunk * 8 // _TILE_SUBS)
+    slot = np.repeat(np.arange(len(batch)), per_tile)
+    first = (np.arange(len(slot)) - np.repeat(np.cumsum(per_tile) - per_tile, per_tile)) * _TILE_SUBS
+    tiles = torch.from_numpy(np.stack([slot, first], axis=1).astype(np.int32)).to(device)
+    _count[(len(tiles),)](
+        members, segments, num_codes, bases, blocks, tiles, counted, total * 8,
+        CODE=CODE[elements.bits], SHIFT=elements.shift, MASK=elements.mask, WORDS=num_words, PLAIN=is_plain, SUBS=_TILE_SUBS, num_warps=4,
+    )  # fmt: skip
+    _prefix[(len(batch), 8 * num_words)](blocks, counted, total * 8, prefix, totals, WORDS=num_words, TILE=128, num_warps=4)
+    return ClassCounts(
+        chunks=members, blocks=blocks, counted=counted, prefix=prefix, totals=totals, num_words=num_words,
+        search_steps=int(per_chunk.max()).bit_length(),
+    )  # fmt: skip
