@@ -109,6 +109,8 @@ class EngineSection(Section):
 class WeightsSection(Section):
     store: str = ""
     """Where versions lie: a directory, or a bucket as `s3://bucket/prefix?endpoint=...`; empty: `weights/` in the run directory."""
+    peers: bool = False
+    """A starting replica may read the weights from one that serves them; their ports then hand out the weights to whoever asks."""
     compact_every_s: float = Field(20.0, ge=0)
     """Seconds between two looks of the compactor role, which makes folds and anchors; 0: no such role."""
     collect_after_s: float = Field(0.0, ge=0)

@@ -20,6 +20,7 @@ from rollmill.engine.service import Service
 from rollmill.engine.swap import WeightWatch, follower_of
 from rollmill.model import Tokenizer, load_model
 from rollmill.weights import WeightStore
+from rollmill.weights.peer import peer_app
 
 log = logging.getLogger(__name__)
 GRACEFUL_S = 5
@@ -60,6 +61,7 @@ async def run_engine(
     *,
     store: WeightStore | None = None,
     replica: str = "",
+    peers: bool = False,
     host: str = "127.0.0.1",
     port: int = 0,
     num_threads: int | None = None,
@@ -74,7 +76,7 @@ async def run_engine(
     """Serve until cancelled or signalled. `on_ready` gets the bound port once connections are accepted.
 
     With a store nothing is generated before the store's newest version runs here and is proved; without one the
-    directory's own weights are served as version 0.
+    directory's own weights are served as version 0. With `peers` other replicas may read the weights from this port.
     """
     # The compute thread gives up the interpreter lock at every tensor operation; with the default of 5 ms the server thread
     # keeps it for half of each decode step.
@@ -106,9 +108,12 @@ async def run_engine(
             on_failed=leave,
         )
         stop_ids = frozenset(config.eos_token_ids) | (tokenizer.stop_ids if tokenizer else frozenset())
-        app = make_app(Service(engine=engine, tokenizer=tokenizer, model_name=model_name or model_path.name, stop_ids=stop_ids))
+        url = f"http://{host}:{bound_port}" if peers else ""
+        follower = follower_of(store, model, replica=replica, url=url) if store is not None else None
+        more = peer_app(follower.live, follower).routes if peers and follower is not None else []
+        app = make_app(Service(engine=engine, tokenizer=tokenizer, model_name=model_name or model_path.name, stop_ids=stop_ids), more)
         server = _Server(_http_settings(app), lambda: on_ready(bound_port) if on_ready else None)
-        watch = WeightWatch(engine, follower_of(store, model, replica=replica)) if store is not None else None
+        watch = WeightWatch(engine, follower) if follower is not None else None
         log.info("engine listens on %s:%d", host, bound_port)
         await _serve(server, sock, engine, watch)
 

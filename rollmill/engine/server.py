@@ -6,6 +6,7 @@ The event loop only moves bytes; all computing happens in the engine's thread.
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from rollmill.engine.calls import ApiError, Calls, ClientGone, while_connected
 from rollmill.engine.engine import EnginePhase, reply_of
@@ -64,8 +65,8 @@ async def models(http: Request) -> Response:
     return json_response({"object": "list", "data": [entry]})
 
 
-def make_app(service: Service) -> Starlette:
-    """The application; the caller starts and closes the engine."""
+def make_app(service: Service, more: Sequence[BaseRoute] = ()) -> Starlette:
+    """The application, with `more` routes beside the engine's own; the caller starts and closes the engine."""
     app = Starlette(
         routes=[
             Route("/v1/generate", generate, methods=["POST"]),
@@ -75,6 +76,7 @@ def make_app(service: Service) -> Starlette:
             Route("/v1/pressure", pressure),
             Route("/health", health),
             Route("/metrics", metrics),
+            *more,
         ],
         middleware=[Middleware(PolicyVersion, current=lambda: service.engine.version)],
         exception_handlers={HTTPException: error_response, ClientGone: gone_response, ClientDisconnect: gone_response},

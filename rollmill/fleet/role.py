@@ -118,6 +118,7 @@ def _engine(config: RunConfig, index: int, should_stop: Callable[[], bool]) -> N
             config.model.path,
             store=open_store(config.weight_store),
             replica=f"engine-{index}",
+            peers=config.weights.peers,
             host=e.host,
             port=e.port + index if e.port else 0,
             num_threads=e.num_threads,

@@ -107,7 +107,7 @@ class Follower:
         url: str = "",
         agree: Agree | None = None,
     ) -> None:
-        self._store, self._live = store, live
+        self._store, self.live = store, live
         self._replica, self._lease_s, self._url, self._agree = replica, lease_s, url, agree
         self._lock = threading.Lock()
         self._staging = threading.Lock()
@@ -116,7 +116,11 @@ class Follower:
         """Odd while a swap is under way; a reader of the live weights that sees the same even number twice read one version."""
         self._settled: int | None = None
         """The value of `latest` that was last staged or given up on."""
+        self._stuck: frozenset[str] | None = None
+        """What the store offered when `latest` could not be reached; once it offers something else, it is worth another look."""
         self._refused: dict[str, str] = {}
+        self._noted: dict[str, str] = {}
+        """What is damaged and could not be quarantined, since this process may not write."""
         self._stats = FollowerStats()
         self._timings: dict[str, float] = {}
         self._staged_version: int | None = None
@@ -143,7 +147,7 @@ class Follower:
         try:
             pointer = self._store.latest()
             held = self._held
-            if pointer is None or pointer.version == self._settled:
+            if pointer is None or (pointer.version == self._settled and (self._stuck is None or self._stuck == self._offered())):
                 return None
             if held is not None and pointer.version <= held.version:
                 gone_back = f"the store went back to version {pointer.version}, this replica holds {held.version}"
@@ -179,7 +183,7 @@ class Follower:
     def _swap(self, staged: Staged) -> Fingerprint:
         began = time.monotonic()
         self._refuse_wrong_base(staged)
-        self._live.apply(staged.patch)
+        self.live.apply(staged.patch)
         live = self._prove(staged.schema)
         if live != staged.fingerprint:
             self._undo(staged, live)
@@ -224,7 +228,7 @@ class Follower:
         message += f"; {len(names)} tensors differ, first {', '.join(names[:3])}"
         self._count(num_wrong_weights=1)
         self._say(message)
-        self._live.revert(staged.patch)
+        self.live.revert(staged.patch)
         held = self._held
         if held is None:
             raise WrongWeights(message, tensors=names)
@@ -236,7 +240,7 @@ class Follower:
 
     def _prove(self, schema: Schema) -> Fingerprint:
         """The fingerprint of the live weights, joined with that of the other ranks where there are any."""
-        lanes = self._live.lanes()
+        lanes = self.live.lanes()
         if self._agree is not None:
             lanes = self._agree(lanes)
         specs = {spec.name: spec for spec in schema.tensors}
@@ -254,7 +258,8 @@ class Follower:
     def _stage(self, latest: int, held: _HeldVersion | None) -> Staged | None:
         """Read and prove a path to `latest`, going round what turns out to be damaged."""
         with self._staging:
-            self._refused.update({key: why for key, why in self._store.quarantined().items() if key not in self._refused})
+            # Asked anew each time: what was mended and released may be used again.
+            self._refused = self._noted | self._store.quarantined()
             self._staged_version = latest
             try:
                 return self._stage_alone(latest, held)
@@ -267,7 +272,7 @@ class Follower:
             planning = time.monotonic()
             try:
                 if (record := self._target(latest, -1 if held is None else held.version)) is None:
-                    self._settle(latest, self._stranded(latest))
+                    self._settle(latest, self._stranded(latest), is_stuck=True)
                     return None
                 schema = self._check_schema(self._store.schema(record.schema))
                 fits = held is not None and held.schema.digest == record.schema
@@ -288,7 +293,7 @@ class Follower:
                 self._count(num_wrong_base=1)
                 self._say(f"the live weights are not what was published ({error}); starting from a full route")
                 continue
-            self._settle(latest, "" if record.version == latest else self._stranded(latest))
+            self._settle(latest, "" if record.version == latest else self._stranded(latest), is_stuck=record.version != latest)
             self._count(num_staged=1, bytes_read=staged.bytes_read)
             return staged
 
@@ -314,20 +319,20 @@ class Follower:
             path = ()
         hops = [OpenRoute(self._store, route) for route in path if route.packs]
         fresh = bool(path) and path[0].base is None
-        parts = self._live.held()
+        parts = self.live.held()
         expected = record.print_of(schema)
         num_changed = 0
         patch: Any
         if held is None:
             for _ in in_order(self._load, works(hops, schema, parts), workers=num_workers()):
                 pass
-            num_changed, patch = record.raw_bytes, self._live.stage([])
+            num_changed, patch = record.raw_bytes, self.live.stage([])
         else:
             patches = [p for p in in_order(lambda w: self._patch(w, fresh), works(hops, schema, parts), workers=num_workers()) if p]
             if self._agree is None:
                 self._check_patches(patches, held.fingerprint, expected, path)
             num_changed = sum(len(p.positions) for p in patches)
-            patch = self._live.stage(patches)
+            patch = self.live.stage(patches)
         done = time.monotonic()
         return Staged(
             version=record.version, step=record.step, base_version=None if held is None else held.version, schema=schema, fingerprint=expected,
@@ -343,8 +348,8 @@ class Follower:
         # Joiners that start together begin with different peers.
         for peer in sorted(peers, key=lambda p: blake3(f"{self._replica} {p.replica}".encode()).digest())[:_MAX_PEERS]:
             try:
-                for name, data in fetch_from_peer(peer.url, record, schema, self._live.held()):
-                    self._live.load(name, data)
+                for name, data in fetch_from_peer(peer.url, record, schema, self.live.held()):
+                    self.live.load(name, data)
             except (OSError, ValueError, WrongWeights) as error:
                 self._count(num_peers_failed=1)
                 log.warning("weights: replica %s cannot give version %d: %s", peer.replica, record.version, error)
@@ -356,10 +361,10 @@ class Follower:
     def _load(self, work: TensorWork) -> None:
         data = np.zeros(work.held.num_bytes, np.uint8)
         advance(work, data)
-        self._live.load(work.held.spec.name, data)
+        self.live.load(work.held.spec.name, data)
 
     def _patch(self, work: TensorWork, fresh: bool) -> TensorPatch:
-        return patch_of(work, self._live.read(work.held.spec.name), fresh=fresh)
+        return patch_of(work, self.live.read(work.held.spec.name), fresh=fresh)
 
     def _check_patches(self, patches: Sequence[TensorPatch], now: Fingerprint, expected: Fingerprint, path: Sequence[Route]) -> None:
         """O(changes): the proved fingerprint of the live weights plus what the patches add must be the version's."""
@@ -384,13 +389,13 @@ class Follower:
         if path is None:
             raise CorruptSnapshot(f"version {held.version} cannot be rebuilt from {self._store}: no route leads to it")
         hops = [OpenRoute(self._store, route, whole_bytes=0) for route in path if route.packs]
-        parts, patches, num_bad = self._live.held(), [], 0
+        parts, patches, num_bad = self.live.held(), [], 0
         for tensor, spec in enumerate(schema.tensors):
             if spec.name not in names:
                 continue
             grid = spec.cells(schema.chunk_elements)
             newest: dict[int, Entry] = {entry.cell: entry for hop in hops for entry in hop.entries(tensor)}
-            bad = bad_cells(parts[spec.name], self._live.read(spec.name), newest, grid)
+            bad = bad_cells(parts[spec.name], self.live.read(spec.name), newest, grid)
             num_bad += len(bad)
             patches.append(self._mend(hops, tensor, parts[spec.name], schema, set(bad)))
         self._count(num_repaired_cells=num_bad)
@@ -398,18 +403,18 @@ class Follower:
         return Staged(
             version=held.version, step=record.step, base_version=held.version, schema=held.schema, fingerprint=held.fingerprint,
             num_changed=sum(len(p.positions) for p in patches), bytes_read=sum(hop.bytes_read for hop in hops),
-            num_packs=len(hops), timings_s={"repair": done - planning}, patch=self._live.stage(patches),
+            num_packs=len(hops), timings_s={"repair": done - planning}, patch=self.live.stage(patches),
         )  # fmt: skip
 
     def _mend(self, hops: Sequence[OpenRoute], tensor: int, held: Held, schema: Schema, bad: set[int]) -> TensorPatch:
-        live = np.array(self._live.read(held.spec.name))
+        live = np.array(self.live.read(held.spec.name))
         mended = np.array(live)
         advance(work_of(hops, tensor, held, schema.chunk_elements, only=bad), mended)
         return difference(held, live, mended)
 
     def _check_schema(self, schema: Schema) -> Schema:
         """The live tensors must be those of the schema: a replica of another model is a mistake to be told, not retried."""
-        mine = {name: (held.spec.dtype, held.spec.shape) for name, held in self._live.held().items()}
+        mine = {name: (held.spec.dtype, held.spec.shape) for name, held in self.live.held().items()}
         theirs = {spec.name: (spec.dtype, spec.shape) for spec in schema.tensors}
         if self._agree is None and mine != theirs:
             names = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
@@ -423,6 +428,8 @@ class Follower:
     def _refuse(self, key: str, reason: str, *, mark: bool = True) -> None:
         self._refused[key] = reason
         marked = mark and self._store.quarantine(key, reason)
+        if mark and not marked:
+            self._noted[key] = reason
         self._count(num_quarantined=int(mark))
         done = "quarantined" if marked else "noted here only"
         log.error("weights: %s is unusable (%s); %s", key, reason, done)
@@ -431,9 +438,15 @@ class Follower:
         reasons = "; ".join(f"{key}: {why}" for key, why in sorted(self._refused.items())[-3:])
         return f"version {latest} cannot be reached from {self.version} ({reasons or 'no path'}); waiting for the next full route"
 
-    def _settle(self, latest: int, problem: str) -> None:
+    def _settle(self, latest: int, problem: str, *, is_stuck: bool = False) -> None:
         self._settled = latest
+        self._stuck = self._offered() if is_stuck else None
         self._say(problem)
+
+    def _offered(self) -> frozenset[str]:
+        """The routes past what is held, and what must not be used: when neither changes, a second look finds the same."""
+        after = -1 if self.version is None else self.version
+        return frozenset(name.key for name in self._store.routes(after=after)) | self._store.quarantined().keys()
 
     def _say(self, problem: str) -> None:
         with self._lock:

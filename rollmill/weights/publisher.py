@@ -108,7 +108,8 @@ class Publisher:
         self._latest = None if pointer is None else pointer.version
         self._epoch = 0 if pointer is None else pointer.epoch
         self._base: _Base | None = None
-        self._damaged = set(store.quarantined())
+        self._damaged: set[str] = set()
+        """Quarantined objects that a full route was made for. Those from before this trainer started may have cut replicas off too."""
         self._changed = threading.Condition()
         self._pending: _Job | None = None
         self._busy = False

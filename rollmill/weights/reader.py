@@ -13,7 +13,7 @@ import numpy as np
 from rollmill.weights import chunk
 from rollmill.weights.encode import cell_bytes, in_order, num_workers
 from rollmill.weights.errors import CorruptSnapshot, WrongBase
-from rollmill.weights.manifest import PackRef, Route, Version, version_key
+from rollmill.weights.manifest import PackRef, Route, Version
 from rollmill.weights.objects import ObjectMissing
 from rollmill.weights.pack import Entry, check_payload, check_whole, index_range, read_index
 from rollmill.weights.plan import plan
@@ -240,7 +240,7 @@ def _follow(
     start: tuple[int, dict[str, np.ndarray]] | None,
     workers: int,
 ) -> dict[str, np.ndarray]:
-    fresh = not path or path[0].base is None
+    fresh = bool(path) and path[0].base is None
     if start is not None and not fresh:
         data = {name: np.array(start[1][name]) for name in held}
     else:
@@ -260,6 +260,7 @@ def _move(hops: Sequence[OpenRoute], schema: Schema, held: Mapping[str, Held], d
 def _prove(record: Version, schema: Schema, data: Mapping[str, np.ndarray], path: Sequence[Route]) -> None:
     found = combine({spec.name: fingerprint_bytes(spec.name, spec.dtype, spec.shape, data[spec.name]) for spec in schema.tensors})
     wrong = found.differing(record.print_of(schema))
+    if wrong and not path:
+        raise WrongBase(f"the held bytes are not those of version {record.version}: {', '.join(wrong[:3])}")
     if wrong:
-        blame = path[-1].name.key if path else version_key(record.version)
-        raise Damaged(blame, f"it gives other weights than version {record.version} promises: {', '.join(wrong[:3])}")
+        raise Damaged(path[-1].name.key, f"it gives other weights than version {record.version} promises: {', '.join(wrong[:3])}")

@@ -166,12 +166,10 @@ class WeightStore:
         raise LatestMoved(f"{RESERVED} in {self} could not be moved in {_RESERVE_TRIES} tries; too many writers share it")
 
     def put_schema(self, schema: Schema) -> None:
-        if self.objects.create(schema_key(schema.digest), seal(schema)):
-            return
+        """Only who has the tensors knows the table: a damaged one is mended by the next version or never, so it is read each time."""
         try:
-            self.schema(schema.digest)
+            self._read_schema(schema.digest)
         except CorruptSnapshot:
-            # Only who has the tensors knows the table: a damaged one is mended here or never.
             self.objects.put(schema_key(schema.digest), [seal(schema)])
 
     def put_pack(self, writer: PackWriter, cells: Iterable[Coded]) -> PackRef:

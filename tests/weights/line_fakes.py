@@ -6,7 +6,7 @@ import bisect
 import functools
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -18,10 +18,10 @@ from rollmill.weights.schema import Schema, make_schema
 from rollmill.weights.shard import all_of, rows_of
 from rollmill.weights.store import WeightStore
 
+ROW_CUTS = {"a": (6, 12, 18)}
 SCHEMA = make_schema(
     [("a", "bfloat16", (24, 16)), ("b", "float32", (10,)), ("e", "float32", (0, 4)), ("n", "int64", (3,))],
-    row_cuts={"a": (12,)},
-    chunk_elements=64,
+    row_cuts=ROW_CUTS,
 )
 Bytes = dict[str, np.ndarray]
 
@@ -121,12 +121,13 @@ def bytes_at(step: int) -> Bytes:
 
 
 def publish(
-    store: WeightStore, step: int, *, ranks: int = 1, full: bool = False, schema: Schema = SCHEMA, now: float | None = None
+    store: WeightStore, step: int, *, ranks: int = 1, schema: Schema = SCHEMA, on_number: Callable[[int], object] = lambda number: None
 ) -> Version:
     """Publish the weights of a step as the next version: a delta on latest, or full when there is none."""
     pointer = store.latest()
-    base = None if pointer is None or full else store.version(pointer.version)
+    base = None if pointer is None else store.version(pointer.version)
     version = store.reserve()
+    on_number(version)
     kind = Kind.FULL if base is None else Kind.DELTA
     old = None if base is None else bytes_at(base.step)
     parts = []

@@ -345,6 +345,8 @@ def settle(world: World, trainer: Trainer, replicas: list[Replica]) -> None:
     world.operate()
     trainer.train()
     trainer.publish()
+    # The tensor table comes back with a version only, and what needs it can be made again after that.
+    world.operate()
     for replica in replicas:
         for _ in range(3):
             replica.look()
@@ -381,3 +383,49 @@ def test_no_wrong_byte_is_served_through_10000_versions_of_faults() -> None:
     print(f"\n{len(world.history)} versions in {time.monotonic() - began:.0f} s")
     for name, count in sorted((world.injected() + world.happened).items()):
         print(f"{count:8d}  {name}")
+
+
+# The two ways out of a dead end.
+
+
+def one_bad_delta() -> tuple[WeightStore, Publisher, dict[str, torch.Tensor], dict[str, torch.Tensor], Follower, str]:
+    """A replica at version 0 that has found the delta to version 1 damaged, and knows no other way."""
+    store, trained, live = WeightStore(MemoryObjects()), small_model(), small_model()
+    publisher, follower = Publisher(store, run_id="x"), Follower(store, HostWeights(live))
+    publisher.resume(trained, step=0)
+    follower.swap(follower.bootstrap())
+    trained["a"][0] = 1.0
+    publisher.submit(trained, step=1)
+    publisher.flush()
+    key = "packs/00000001/delta-0000.pack"
+    whole = store.objects.get(key)[0]
+    store.objects.put(key, [whole[:-1] + bytes([whole[-1] ^ 1])])
+    assert follower.poll() is None and list(store.quarantined()) == [key]
+    store.objects.put("packs/kept-aside", [whole])
+    return store, publisher, trained, live, follower, key
+
+
+def test_a_stuck_replica_moves_on_when_the_object_is_whole_again_without_a_new_version() -> None:
+    store, publisher, trained, live, follower, key = one_bad_delta()
+    publisher.close()
+    assert follower.poll() is None
+    store.objects.put(key, [store.objects.get("packs/kept-aside")[0]])
+    repair(store, fsck(store, now=time.time()), now=time.time())
+    staged = follower.poll()
+    assert staged is not None
+    follower.swap(staged)
+    assert follower.version == 1 and bits_of(live) == bits_of(trained)
+    assert follower.stats().problem == ""
+
+
+def test_damage_from_before_a_restart_of_the_trainer_still_brings_a_full_route() -> None:
+    store, publisher, trained, live, follower, _ = one_bad_delta()
+    publisher.close()
+    with Publisher(store, run_id="x") as again:
+        assert again.resume(trained, step=1) == 1, "it goes on from the same weights, so nothing needs to be rebuilt"
+        trained["a"][1] = 2.0
+        again.submit(trained, step=2)
+    staged = follower.poll()
+    assert staged is not None
+    follower.swap(staged)
+    assert follower.version == 2 and bits_of(live) == bits_of(trained)

@@ -11,7 +11,8 @@ from interop_worlds import flip, model_at, publish_steps, same_bits
 
 from rollmill.weights.interop import pull as pull_module
 from rollmill.weights.interop.hf import read_directory
-from rollmill.weights.interop.pull import STATE, Pull, pull
+from rollmill.weights.interop.pull import STATE, Pull, Pulled, pull
+from rollmill.weights.manifest import unseal
 from rollmill.weights.store import WeightStore, open_store
 
 SMALL = 300
@@ -112,6 +113,8 @@ def test_pull_killed_before_any_rename_is_finished_by_the_next(store: WeightStor
         folder = tmp_path / f"pulled{nth}"
         pull(store, 0, folder, max_file_bytes=SMALL)
         killed = killed_at(store, folder, nth)
+        state = unseal((folder / STATE).read_bytes(), Pulled, STATE)
+        assert not state.is_whole or same_bits(read_directory(folder), model_at(state.version)), "what claims to be whole is"
         done: Pull = pull(store, 1, folder, max_file_bytes=SMALL)
         assert holds(folder, 1) and done.record.version == 1
         assert killed or done.num_files_written == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -185,10 +186,8 @@ def test_a_compactor_that_dies_at_any_write_leaves_at_most_one_pack_without_a_ro
         run = TinyRun(store)
         run.publish(9)
         faulty = FaultyObjects(store.objects, random.Random(at), die_at=at, death=death)
-        try:
+        with suppress(Killed):
             Compactor(WeightStore(faulty)).step(NOW)
-        except Killed:
-            pass
         named = {pack.key for name in store.routes() for pack in store.route(name).packs}
         assert len({key for key in keys_in(store.objects) if key.startswith("packs/")} - named) <= 1
         pointer = store.latest()

@@ -47,13 +47,15 @@ def anchored(store: WeightStore, *anchors: int, versions: int) -> TinyRun:
     return run
 
 
-def collect_all(store: WeightStore) -> None:
-    """Both phases."""
-    collect(store, LATER, grace_s=GRACE_S)
-    collect(store, LATER + 2 * GRACE_S, grace_s=GRACE_S)
+def collect_all(store: WeightStore, *, version: int | None = None, staging: int | None = None, start: float = LATER) -> None:
+    """Both phases, while a replica that holds or stages something renews its lease."""
+    for now in (start, start + 2 * GRACE_S):
+        if version is not None or staging is not None:
+            store.renew(lease(version, staging=staging, expires=now + 1))
+        collect(store, now, grace_s=GRACE_S)
 
 
-def lease(version: int | None, *, expires: float = LATER + 1e9, staging: int | None = None) -> Lease:
+def lease(version: int | None, *, expires: float, staging: int | None = None) -> Lease:
     return Lease(replica="r1", version=version, staging=staging, renewed=0.0, expires=expires)
 
 
@@ -118,23 +120,17 @@ def test_a_store_with_one_anchor_or_none_loses_nothing(store: WeightStore) -> No
 
 def test_a_replica_with_a_lease_can_mend_itself_and_move_on(store: WeightStore) -> None:
     run = anchored(store, 6, 9, versions=12)
-    store.renew(lease(3))
-    collect_all(store)
+    collect_all(store, version=3)
     assert store.version(3).version == 3
     run.check([3, *range(6, 12)])
     run.check_move(3, 11)
-    path = plan(store.routes(), held=3, target=11)
-    assert path is not None
-    store.renew(lease(3, expires=LATER))
-    collect(store, LATER + 1e5, grace_s=GRACE_S)
-    report = collect(store, LATER + 2e5, grace_s=GRACE_S)
-    assert store.versions() == list(range(6, 12)) and store.leases() == [] and report.num_waiting == 0
+    collect_all(store, start=LATER + 1e5)
+    assert store.versions() == list(range(6, 12)) and store.leases() == [] and store.tombstones() == []
 
 
 def test_a_replica_that_is_staging_an_old_version_can_finish(store: WeightStore) -> None:
     run = anchored(store, 6, 9, versions=12)
-    store.renew(lease(None, staging=2))
-    collect_all(store)
+    collect_all(store, staging=2)
     run.check([2])
 
 
@@ -142,9 +138,9 @@ def test_a_sleeping_follower_wakes_after_collection_and_serves_the_newest_bits(s
     run = TinyRun(store)
     run.publish(3)
     live = {"a": torch.zeros(48, 32, dtype=torch.bfloat16), "b": torch.zeros(16), "c": torch.zeros(5, dtype=torch.int64)}
-    follower = Follower(store, HostWeights(live), replica="sleeper", lease_s=1e7)
+    follower = Follower(store, HostWeights(live), replica="sleeper", lease_s=10 * GRACE_S)
     follower.swap(follower.bootstrap())
-    follower.renew(time.time())
+    follower.renew(LATER)
     run.publish(9)
     run.add_full(6)
     run.add_full(9)
@@ -330,17 +326,17 @@ def test_a_run_that_dies_at_any_write_is_finished_by_the_next(tmp_path: Path, de
     for at in itertools.count(1):
         store = WeightStore(Directory(tmp_path / f"{at}"))
         run = anchored(store, 3, 5, versions=7)
-        store.renew(lease(1))
+        store.renew(lease(1, expires=LATER + 1))
         faulty = FaultyObjects(store.objects, random.Random(at), die_at=at, death=death)
         # One process for both phases: its writes are numbered through.
         with suppress(Killed):
             collect(WeightStore(faulty), LATER, grace_s=GRACE_S)
+            store.renew(lease(1, expires=LATER + 2 * GRACE_S + 1))
             collect(WeightStore(faulty), LATER + 2 * GRACE_S, grace_s=GRACE_S)
         run.check([1, *range(3, 7)])
         run.check_move(1, 6)
         assert [record.version for record in store.lineage()][-1] in (0, 3)
-        for later in (4, 6, 8):
-            collect(store, LATER + later * GRACE_S, grace_s=GRACE_S)
+        collect_all(store, version=1, start=LATER + 4 * GRACE_S)
         run.check([1, *range(3, 7)])
         run.check_move(1, 6)
         whole = whole or keys_in(store.objects)
@@ -387,8 +383,7 @@ def test_other_tensors_after_a_change_of_schema_do_not_confuse_it(store: WeightS
     run.change_schema([*TENSORS, ("d", "uint8", (9,))])
     run.publish(4)
     run.add_full(6)
-    store.renew(lease(2))
-    collect_all(store)
+    collect_all(store, version=2)
     assert store.floor().version == 4
     run.check([2, 4, 5, 6, 7])
 

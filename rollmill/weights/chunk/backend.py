@@ -17,11 +17,13 @@ log = logging.getLogger("rollmill.weights")
 
 
 class Backend(Protocol):
-    """The four functions of `reference`, whose docstrings are theirs."""
+    """The five functions of `reference`, whose docstrings are theirs."""
 
     def encode_cgr(self, new: np.ndarray, old: np.ndarray, elements: Elements) -> tuple[bytes, int]: ...
 
     def decode_cgr(self, body: bytes | memoryview, old: np.ndarray, elements: Elements) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def apply_cgr(self, body: bytes | memoryview, codes: np.ndarray, elements: Elements) -> int: ...
 
     def encode_gaps(self, positions: np.ndarray) -> bytes: ...
 

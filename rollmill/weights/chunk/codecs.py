@@ -123,9 +123,8 @@ def decode(data: bytes | memoryview, *, num_bytes: int, dtype: str, old: np.ndar
     old = _needed(old, codec)
     if codec is Codec.XOR:
         return frames.decode_xor(body, old)
-    patch = _decode_patch(codec, body, num_bytes, elements, old)
     new = np.array(old, copy=True, order="C")
-    _codes(new, elements)[patch.positions] = patch.codes
+    decode_into(data, dtype=dtype, target=new)
     return new
 
 
@@ -137,6 +136,8 @@ def decode_into(data: bytes | memoryview, *, dtype: str, target: np.ndarray) -> 
             f"a target is a flat contiguous array of uint8, not {target.dtype} of shape {target.shape}; view the tensor's bytes"
         )
     codec, body = _open(data, len(target), elements, target)
+    if codec is Codec.CGR and elements.has_cgr and elements.bits != 4 and target.ctypes.data % 8 == 0:
+        return backend().apply_cgr(body, _codes(target, elements), elements)
     if codec in (Codec.CGR, Codec.SPARSE):
         patch = _decode_patch(codec, body, len(target), elements, target)
         codes = _codes(target, elements)

@@ -26,16 +26,32 @@ def encode_cgr(new: np.ndarray, old: np.ndarray, elements: Elements) -> tuple[by
 
 
 def decode_cgr(body: bytes | memoryview, old: np.ndarray, elements: Elements) -> tuple[np.ndarray, np.ndarray]:
-    counts = np.zeros(MAX_CLASSES, np.int64)
-    status, base, gaps, steps = bitstrings.parse_changes(_payload(body), 8 * len(body), len(old), elements.bits, counts)
-    if status != bitstrings.OK:
-        raise CorruptSnapshot(f"a chunk of {len(body)} bytes: {_REFUSALS[status]}")
+    base, counts, gaps, steps = _parse(body, len(old), elements)
     reached, positions, codes = kernels.place_changes(
         _frozen(old), elements.bits, elements.shift, elements.mask, _flip(elements), base, counts, gaps, steps
     )
-    if reached != len(gaps):
-        raise CorruptSnapshot(f"{reached} of {len(gaps)} changes find their place in the old codes")
+    _check_reached(reached, len(gaps))
     return positions, codes
+
+
+def apply_cgr(body: bytes | memoryview, codes: np.ndarray, elements: Elements) -> int:
+    base, counts, gaps, steps = _parse(body, len(codes), elements)
+    reached = kernels.apply_changes(codes, elements.bits, elements.shift, elements.mask, _flip(elements), base, counts, gaps, steps)
+    _check_reached(reached, len(gaps))
+    return len(gaps)
+
+
+def _parse(body: bytes | memoryview, num_codes: int, elements: Elements) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+    counts = np.zeros(MAX_CLASSES, np.int64)
+    status, base, gaps, steps = bitstrings.parse_changes(_payload(body), 8 * len(body), num_codes, elements.bits, counts)
+    if status != bitstrings.OK:
+        raise CorruptSnapshot(f"a chunk of {len(body)} bytes: {_REFUSALS[status]}")
+    return base, counts, gaps, steps
+
+
+def _check_reached(reached: int, total: int) -> None:
+    if reached != total:
+        raise CorruptSnapshot(f"{reached} of {total} changes find their place in the old codes")
 
 
 def encode_gaps(positions: np.ndarray) -> bytes:

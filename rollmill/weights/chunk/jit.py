@@ -9,8 +9,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import llvmlite.binding
 import numba
 from llvmlite import ir
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from rollmill.weights.chunk.reference import MAX_CLASSES
@@ -70,6 +72,27 @@ def popcount(typingctx: Any, value: Any) -> Any:
         return builder.ctpop(args[0])
 
     return numba.types.uint64(numba.types.uint64), codegen
+
+
+def _has_deposit() -> bool:
+    """Whether the code is compiled for a processor with the one instruction that selects a bit; a named target may be another machine."""
+    chosen = getattr(numba.config, "CPU_NAME", None) or getattr(numba.config, "CPU_FEATURES", None)
+    return not chosen and llvmlite.binding.get_host_cpu_features().get("bmi2", False)
+
+
+@_operation
+def deposit(typingctx: Any, source: Any, mask: Any) -> Any:
+    """The low bits of `source` moved to the places of the one bits of `mask`; only where HAS_DEPOSIT."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(64)
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(word, [word, word]), "llvm.x86.bmi.pdep.64")
+        return builder.call(function, args)
+
+    return numba.types.uint64(numba.types.uint64, numba.types.uint64), codegen
+
+
+HAS_DEPOSIT = _has_deposit()
 
 
 def _vector(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollmill.weights.chunk.jit import BLOCK, Int, at_most, classify, compiled, ctz, differ, equals, inlined, popcount
+from rollmill.weights.chunk.jit import BLOCK, HAS_DEPOSIT, Int, at_most, classify, compiled, ctz, deposit, differ, equals, inlined, popcount
 from rollmill.weights.chunk.reference import MAX_CLASSES, MIN_IN_LOWEST
 
 _ONE = np.uint64(1)
@@ -144,6 +144,8 @@ def _count_members(classes: np.ndarray, num_blocks: Int, c: Int, number: Int, be
 @inlined
 def _select(members: Int, index: Int) -> Int:
     """The place of the one bit with `index` one bits under it."""
+    if HAS_DEPOSIT:
+        return np.int64(ctz(deposit(_ONE << np.uint64(index), members)))
     place = np.uint64(0)
     for log_half in range(5, -1, -1):
         low = (_ONE << np.uint64(1 << log_half)) - _ONE
@@ -159,8 +161,46 @@ def place_changes(
     old: np.ndarray, bits: Int, shift: Int, mask: Int, flip: Int, base: Int, counts: np.ndarray, gaps: np.ndarray, steps: np.ndarray
 ) -> tuple[Int, np.ndarray, np.ndarray]:
     """How many changes find their place, their positions (ascending) and new codes; `gaps` and `steps` in class order."""
+    total = len(gaps)
+    positions, codes = np.empty(total, np.uint32), np.empty(total, old.dtype)
+    reached, places, new_codes = _find_places(old, bits, shift, mask, flip, base, counts, gaps, steps)
+    if reached < total:
+        return reached, positions, codes
+    changed = np.zeros((len(old) + BLOCK - 1) // BLOCK, np.uint64)
+    for j in range(total):
+        i = np.int64(places[j])
+        changed[i // BLOCK] |= _ONE << np.uint64(i & (BLOCK - 1))
+    before_block = np.empty(len(changed), np.int32)
+    count: Int = 0
+    for block in range(len(changed)):
+        before_block[block] = count
+        count += np.int64(popcount(changed[block]))
+    for j in range(total):
+        i = np.int64(places[j])
+        to = before_block[i // BLOCK] + np.int64(popcount(changed[i // BLOCK] & ((_ONE << np.uint64(i & (BLOCK - 1))) - _ONE)))
+        positions[to] = i
+        codes[to] = new_codes[j]
+    return reached, positions, codes
+
+
+@compiled
+def apply_changes(
+    codes: np.ndarray, bits: Int, shift: Int, mask: Int, flip: Int, base: Int, counts: np.ndarray, gaps: np.ndarray, steps: np.ndarray
+) -> Int:
+    """How many changes find their place; when all do, the old codes have become the new ones, else nothing has."""
+    reached, places, new_codes = _find_places(codes, bits, shift, mask, flip, base, counts, gaps, steps)
+    if reached == len(gaps):
+        for j in range(reached):
+            codes[places[j]] = new_codes[j]
+    return reached
+
+
+@inlined
+def _find_places(
+    old: np.ndarray, bits: Int, shift: Int, mask: Int, flip: Int, base: Int, counts: np.ndarray, gaps: np.ndarray, steps: np.ndarray
+) -> tuple[Int, np.ndarray, np.ndarray]:
+    """How many changes find their place, their positions and new codes in class order."""
     num_codes, total = len(old), len(gaps)
-    changed = np.zeros((num_codes + BLOCK - 1) // BLOCK, np.uint64)
     places, new_codes = np.empty(total, np.int32), np.empty(total, old.dtype)
     at, ends, wanted = np.zeros(MAX_CLASSES, np.int64), np.zeros(MAX_CLASSES, np.int64), np.zeros(MAX_CLASSES, np.int64)
     reached = 0
@@ -191,24 +231,10 @@ def place_changes(
                 i = first + here * BLOCK + lane
                 places[j] = i
                 new_codes[j] = _unordered((_ordered(np.int64(old[i]), bits, flip) + steps[j]) & all_ones, bits, flip)
-                changed[first // BLOCK + here] |= _ONE << np.uint64(lane)
                 reached += 1
                 j += 1
                 if j == end:
                     break
                 number += 1 + gaps[j]
             at[c], wanted[c] = j, number
-    positions, codes = np.empty(total, np.uint32), np.empty(total, old.dtype)
-    if reached < total:
-        return reached, positions, codes
-    before_block = np.empty(len(changed), np.int32)
-    count: Int = 0
-    for block in range(len(changed)):
-        before_block[block] = count
-        count += np.int64(popcount(changed[block]))
-    for j in range(total):
-        i = np.int64(places[j])
-        to = before_block[i // BLOCK] + np.int64(popcount(changed[i // BLOCK] & ((_ONE << np.uint64(i & (BLOCK - 1))) - _ONE)))
-        positions[to] = i
-        codes[to] = new_codes[j]
-    return reached, positions, codes
+    return reached, places, new_codes

@@ -353,6 +353,13 @@ def decode_cgr(body: bytes | memoryview, old: np.ndarray, elements: Elements) ->
     return positions.astype(np.uint32), codes
 
 
+def apply_cgr(body: bytes | memoryview, codes: np.ndarray, elements: Elements) -> int:
+    """Turn the old codes into the new ones; their number. An error leaves them as they were."""
+    positions, new_codes = decode_cgr(body, codes, elements)
+    codes[positions] = new_codes
+    return len(positions)
+
+
 def encode_gaps(positions: np.ndarray) -> bytes:
     """The bit string of ascending positions."""
     writer = BitWriter()

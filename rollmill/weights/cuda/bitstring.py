@@ -71,3 +71,67 @@ def natural(words, at, last_word, predicted, wanted):
     low = window(words, after, last_word).to(tl.uint32).to(tl.int32, bitcast=True) & ((1 << low_width) - 1)
     value = tl.where(width > 0, (1 << low_width) | low, 0)
     return tl.where(wanted, value, 0), tl.where(wanted, width, 0), tl.where(wanted, after + low_width, at), wanted & refused
+
+
+@triton.jit
+def put(words, at, value, wanted):
+    """Sets the bits of a uint64 from bit `at` on, where zeros stand; neighbours may be written at the same time."""
+    shift = (at & 63).to(tl.uint64)
+    over = (value >> 1) >> (63 - shift)
+    tl.atomic_or(words + (at >> 6), (value << shift).to(tl.int64, bitcast=True), mask=wanted, sem="relaxed")
+    tl.atomic_or(words + (at >> 6) + 1, over.to(tl.int64, bitcast=True), mask=wanted & (over != 0), sem="relaxed")
+
+
+@triton.jit
+def rice_bits(value, k):
+    """Length of `R(k)`."""
+    quotient = value >> k
+    return tl.where(quotient < 24, quotient + 1 + k, ESCAPE_BITS)
+
+
+@triton.jit
+def rice_field(value, k):
+    """`R(k)` as a uint64; its length is `rice_bits`."""
+    quotient = tl.minimum(value >> k, 24)
+    low = (value & ((1 << k) - 1)).to(tl.uint64)
+    one = tl.zeros_like(low) + 1
+    coded = (one << quotient.to(tl.uint64)) | (low << (quotient + 1).to(tl.uint64))
+    return tl.where(quotient < 24, coded, value.to(tl.uint64) << 24)
+
+
+@triton.jit
+def signed_bits(value):
+    """Length of `S`."""
+    return tl.where(value > 0, 2 * value, 1 - 2 * value)
+
+
+@triton.jit
+def bit_length(value):
+    """Of a number from 0 to 2^31 - 1."""
+    # In two halves, because a float rounds past 24 bits.
+    high = value >> 16
+    half = tl.where(high > 0, high, value)
+    length = tl.where(half > 0, (half.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126, 0)
+    return tl.where(high > 0, length + 16, length)
+
+
+@triton.jit
+def put_signed(words, at, value, wanted, WRITE: tl.constexpr):
+    """`S`; the bit after it."""
+    length = signed_bits(value)
+    if WRITE:
+        one = tl.zeros_like(at).to(tl.uint64) + 1
+        put(words, at, one << (length - 1).to(tl.uint64), wanted)
+    return tl.where(wanted, at + length, at)
+
+
+@triton.jit
+def put_natural(words, at, value, predicted, wanted, WRITE: tl.constexpr):
+    """`W(p)`; the bit after it."""
+    width = bit_length(value)
+    at = put_signed(words, at, width - predicted, wanted, WRITE)
+    long = wanted & (width > 1)
+    low_width = tl.maximum(width - 1, 0)
+    if WRITE:
+        put(words, at, (value - (1 << low_width)).to(tl.uint64), long)
+    return tl.where(long, at + low_width, at)
