@@ -11,6 +11,7 @@ RUN ?= runs/demo-$(SEED)
 help:
 	@echo "make demo [SEED=7]   set up, then train the demo model by asynchronous RL (about five minutes on two cores)"
 	@echo "make test            set up, then lint, type-check and test"
+	@echo "make test-slow       the long tests: ten thousand versions of weights over a store that fails (some minutes)"
 	@echo "make model           make models/demo again (DEVICE=cuda: under ten minutes; two CPU cores: about seven hours)"
 	@echo "make bench-loop      sync against async on the same tasks with slow tools"
 
@@ -33,6 +34,9 @@ test: setup
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest
+
+test-slow: setup
+	@$(BIN)/python -m pytest -m slow -s
 
 model: setup
 	@PYTHON=$(BIN)/python scripts/make_demo_model.sh

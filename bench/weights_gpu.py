@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,9 @@ import numpy as np
 import torch
 import triton
 
+from rollmill.weights.cuda.cells import encode_cells
 from rollmill.weights.cuda.live import CudaWeights
+from rollmill.weights.cuda.patch import StagedPatch
 from rollmill.weights.live import TensorPatch
 from rollmill.weights.schema import TensorSpec
 from rollmill.weights.shard import whole
@@ -152,7 +155,10 @@ def measure_model(size: str, copy: float, repeats: int) -> dict[str, Any]:
         (weights.revert if staged.applied else weights.apply)(staged)
         assert weights.tracked_lanes() == (after if staged.applied else before)
         quick.append((time.perf_counter() - start) * 1e3)
+    if staged.applied:
+        weights.revert(staged)
     rate = num_bytes / statistics.median(fingerprint) / 1e6
+    coded = measure_codec(tensors, weights, staged, num_bytes, copy, repeats)
     return {
         "num_params": num_bytes // 2,
         "num_tensors": len(tensors),
@@ -164,10 +170,61 @@ def measure_model(size: str, copy: float, repeats: int) -> dict[str, Any]:
         "fingerprint_device_ms": spread(fingerprint),
         "fingerprint_gb_s": round(rate),
         "fingerprint_fraction_of_copy": round(rate / copy, 3),
+        **coded,
         "stage_from_host_s": round(stage_s, 3),
         "patch_device_bytes": sum(part.positions.nbytes + part.codes.nbytes + part.tiles.nbytes for part in staged.changes),
         "key_table_bytes": weights.keys.rows.nbytes,
     }
+
+
+def measure_codec(
+    tensors: dict[str, torch.Tensor], weights: CudaWeights, staged: StagedPatch, num_bytes: int, copy: float, repeats: int
+) -> dict[str, Any]:
+    """Encode and decode of the same step: the whole call on the host's clock, and the time that kernels ran."""
+    old = {name: tensor.clone() for name, tensor in tensors.items()}
+    weights.apply(staged)
+    new = {name: tensor.clone() for name, tensor in tensors.items()}
+    weights.revert(staged)
+    after = weights.tracked_lanes
+    cells = encode_cells(old, new)
+    decoded = weights.stage_cells(cells)
+    weights.apply(decoded)
+    assert all(torch.equal(tensors[name].view(torch.int16), new[name].view(torch.int16)) for name in new)
+    assert weights.lanes() == after()
+    weights.revert(decoded)
+    payload = sum(len(coded.payload) for coded in cells)
+    result: dict[str, Any] = {"num_cells": len(cells), "delta_bytes": payload, "raw_over_delta": round(num_bytes / payload, 1)}
+    for what, work in (("encode", lambda: encode_cells(old, new)), ("decode", lambda: weights.stage_cells(cells))):
+        wall, device = wall_ms(work, max(5, repeats // 4)), kernel_ms(work)
+        result |= {
+            f"{what}_ms": spread(wall),
+            f"{what}_gb_s": round(num_bytes / statistics.median(wall) / 1e6),
+            f"{what}_kernels_ms": round(device, 2),
+            f"{what}_kernels_gb_s": round(num_bytes / device / 1e6),
+            f"{what}_kernels_fraction_of_copy": round(num_bytes / device / 1e6 / copy, 3),
+        }
+    return result
+
+
+def wall_ms(work: Callable[[], object], repeats: int) -> list[float]:
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def kernel_ms(work: Callable[[], object]) -> float:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize()
+    rows = sorted(profile.key_averages(), key=lambda row: -row.self_device_time_total)
+    for row in rows[:12]:
+        print(f"  {row.key[:60]:60} {row.self_device_time_total / 1e3:8.3f} ms x{row.count}", file=sys.stderr)
+    return sum(row.self_device_time_total for row in rows) / 1e3
 
 
 def main() -> None:

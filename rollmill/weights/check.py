@@ -11,14 +11,14 @@ from collections.abc import Iterator
 
 from rollmill.weights.damage import Damage, Finding, finding
 from rollmill.weights.encode import in_order
-from rollmill.weights.manifest import Kind, PackRef, Route, RouteName, version_key
+from rollmill.weights.manifest import Kind, PackRef, Route, RouteName, schema_key, version_key
 from rollmill.weights.objects import ObjectMissing
 from rollmill.weights.plan import plan, reachable
 from rollmill.weights.probe import pack_damage
 from rollmill.weights.repair import repair
 from rollmill.weights.retrace import Retrace, leads_somewhere, unusable
 from rollmill.weights.store import FLOOR, LATEST, RESERVED, WeightStore
-from rollmill.weights.survey import READERS, Survey, pack_version, strangers, survey
+from rollmill.weights.survey import READERS, Survey, pack_version, strangers, survey, version_of
 
 __all__ = ["Damage", "Finding", "fsck", "repair", "verify"]
 
@@ -44,7 +44,9 @@ def verify(store: WeightStore, *, version: int | None = None) -> list[str]:
         found = [*seen.found, *_pointers(seen), *_records(seen), *_bases(seen)]
     else:
         lost = [] if walk.version(version) else [_lost(version)]
-        found = [one for one in seen.found if str(version) in one.key]
+        record = seen.versions.get(version)
+        needed = "" if record is None else schema_key(record.schema)
+        found = [one for one in seen.found if version_of(one) == version or one.key == needed]
     found += [*(one for several in damaged.values() for one in several), *walk.found, *lost]
     return [str(one) for one in _once(found) if one.is_fatal]
 
@@ -130,11 +132,9 @@ def _by_records(seen: Survey, damaged: dict[str, list[Finding]]) -> set[int]:
 
 
 def _unreachable(seen: Survey, reached: set[int]) -> list[Finding]:
-    return [
-        _lost(number)
-        for number, record in sorted(seen.versions.items())
-        if number not in reached and not seen.is_collected(number) and record.schema in seen.schemas
-    ]
+    """Of versions that were there before the routes were listed: their routes were written before them."""
+    lost = sorted((seen.versions.keys() & seen.early_versions) - reached)
+    return [_lost(number) for number in lost if not seen.is_collected(number) and seen.versions[number].schema in seen.schemas]
 
 
 def _lost(version: int) -> Finding:

@@ -23,6 +23,8 @@ from rollmill.weights.schema import Cell, Schema, take
 from rollmill.weights.shard import Held
 from rollmill.weights.store import WeightStore
 
+# A thread takes about 0.1 ms to start; this is some 4 ms of coding.
+_BYTES_PER_WORKER = 4 << 20
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Bytes = Mapping[str, np.ndarray]
@@ -40,8 +42,11 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     encode_s: float
 
 
-def num_workers() -> int:
-    return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+def num_workers(num_bytes: int) -> int:
+    """Threads worth starting for so many bytes of weights: one per processor, and each with milliseconds of work."""
+    return max(
+        1, min(num_bytes // _BYTES_PER_WORKER, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    )
 
 
 def in_order(work: Callable[[Item], Result], items: Iterable[Item], *, workers: int) -> Generator[Result, None, None]:
@@ -86,7 +91,7 @@ def write_part(
         return _code(item, new[item.name], None if old is None else old[item.name])
 
     def stream() -> Iterator[Coded]:
-        for name, lanes, coded in in_order(code, work, workers=workers or num_workers()):
+        for name, lanes, coded in in_order(code, work, workers=workers or num_workers(sum(array.nbytes for array in new.values()))):
             sums[name] = add(sums.get(name, (0, 0)), lanes)
             if coded is not None:
                 yield coded

@@ -324,11 +324,13 @@ class Follower:
         num_changed = 0
         patch: Any
         if held is None:
-            for _ in in_order(self._load, works(hops, schema, parts), workers=num_workers()):
+            for _ in in_order(self._load, works(hops, schema, parts), workers=num_workers(schema.num_bytes)):
                 pass
             num_changed, patch = record.raw_bytes, self.live.stage([])
         else:
-            patches = [p for p in in_order(lambda w: self._patch(w, fresh), works(hops, schema, parts), workers=num_workers()) if p]
+            patches = [
+                p for p in in_order(lambda w: self._patch(w, fresh), works(hops, schema, parts), workers=num_workers(schema.num_bytes)) if p
+            ]
             if self._agree is None:
                 self._check_patches(patches, held.fingerprint, expected, path)
             num_changed = sum(len(p.positions) for p in patches)

@@ -17,7 +17,7 @@ import torch
 from rollmill.weights.bits import copied_bytes, dtype_name
 from rollmill.weights.encode import commit, write_part
 from rollmill.weights.errors import CorruptSnapshot, PublishFailed
-from rollmill.weights.manifest import Kind, Route, Version
+from rollmill.weights.manifest import Kind, Pointer, Route, Version
 from rollmill.weights.proof import Fingerprint, fingerprint
 from rollmill.weights.reader import materialise
 from rollmill.weights.schema import Schema, make_schema
@@ -104,7 +104,7 @@ class Publisher:
         self._on_published = on_published
         self._row_cuts, self._col_cuts = row_cuts, col_cuts
         self._quantiser = quantiser
-        pointer = store.latest()
+        pointer = _pointer(store)
         self._latest = None if pointer is None else pointer.version
         self._epoch = 0 if pointer is None else pointer.epoch
         self._base: _Base | None = None
@@ -301,3 +301,12 @@ class Publisher:
                 encode_s=now.encode_s + published.encode_s,
                 write_s=now.write_s + published.write_s,
             )
+
+
+def _pointer(store: WeightStore) -> Pointer | None:
+    """Where to go on. A pointer lost with versions published would begin a second line beside the first, so it is put back."""
+    pointer = store.latest()
+    if pointer is None and (published := store.versions()):
+        store.repoint(store.version(published[-1]))
+        return store.latest()
+    return pointer

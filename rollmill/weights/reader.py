@@ -210,7 +210,7 @@ def materialise(
             if path is None:
                 why = "; ".join(f"{key}: {reason}" for key, reason in sorted(blamed.items())[-3:])
                 raise CorruptSnapshot(f"version {version} cannot be rebuilt from {store}: {why or 'no route leads to it'}")
-            data = _follow(store, path, schema, parts, start, workers or num_workers())
+            data = _follow(store, path, schema, parts, start, workers or num_workers(schema.num_bytes))
             if held is None:
                 _prove(record, schema, data, path)
             return record, schema, data
@@ -227,7 +227,7 @@ def replay(store: WeightStore, route: Route, record: Version | None, schema: Sch
 
     Without its record only each cell is proved. Raises Damaged or WrongBase; the bytes are of no use then.
     """
-    _move([OpenRoute(store, route)], schema, all_of(schema), data, num_workers())
+    _move([OpenRoute(store, route)], schema, all_of(schema), data, num_workers(schema.num_bytes))
     if record is not None:
         _prove(record, schema, data, [route])
 

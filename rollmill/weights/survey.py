@@ -53,7 +53,7 @@ class Survey:
     packs: set[str] = field(default_factory=set)
     """Keys that were listed before the routes were."""
     early_versions: set[int] = field(default_factory=set)
-    """Those that were listed before `latest` was read."""
+    """Those that were listed before `latest` and the routes were."""
     latest: Pointer | None = None
     has_latest: bool = False
     """There is an object, readable or not."""
@@ -112,11 +112,12 @@ def survey(store: WeightStore) -> Survey:
     seen.has_reserved, seen.reserved = _one(store, seen, RESERVED, Pointer, Damage.RESERVED_UNREADABLE)
     # What waits for collection may be damaged, unless somebody holds on to it.
     used = {tag.version for tag in seen.tags} | {lease.version for lease in seen.leases}
-    seen.found = [one for one in seen.found if (number := _version_of(one)) is None or number in used or not seen.is_collected(number)]
+    seen.found = [one for one in seen.found if (number := version_of(one)) is None or number in used or not seen.is_collected(number)]
     return seen
 
 
-def _version_of(one: Finding) -> int | None:
+def version_of(one: Finding) -> int | None:
+    """The version whose record or route is at fault."""
     name = route_in(one.key)
     return version_in(one.key) if name is None else name.version
 

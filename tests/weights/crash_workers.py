@@ -11,14 +11,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
 import numpy as np
-from line_fakes import SCHEMA, MemoryObjects, bytes_at, publish
+from line_fakes import SCHEMA, MemoryObjects, publish
 
 from rollmill.weights.check import fsck, repair
 from rollmill.weights.compactor import Compactor, CostModel
@@ -121,7 +121,7 @@ class ArrayWeights:
         return {name: held.lanes(self.data[name]) for name, held in all_of(SCHEMA).items()}
 
 
-Say = Callable[[str], None]
+Say = Callable[[str], object]
 
 
 def trainer(store: WeightStore, say: Say) -> None:
@@ -193,7 +193,7 @@ def serve() -> None:
     trainer(warm, lambda text: None)
     operator(warm, lambda text: None)
     replica(warm, lambda text: None)
-    bytes_at(40)
+    assert "torch" not in sys.modules, "operations on a store run on machines without it, and forking it is not safe"
     for line in sys.stdin:
         worker, path, log, kill_at = json.loads(line)
         child = os.fork()
@@ -208,21 +208,14 @@ def _child(worker: Callable[[WeightStore, Say], None], path: str, log: str, kill
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     code = 1
     try:
-        worker(WeightStore(SelfKilling(Directory(path), kill_at)), lambda text: void(os.write(descriptor, f"{text}\n".encode())))
+        worker(WeightStore(SelfKilling(Directory(path), kill_at)), lambda text: os.write(descriptor, f"{text}\n".encode()))
         code = 0
     finally:
-        # Nothing of the parent's may be flushed or joined here.
         if code:
-            import traceback
-
             traceback.print_exc()
+        # Nothing of the parent's may be flushed or joined here.
         os._exit(code)
 
 
-def void(_: object) -> None:
-    return None
-
-
 if __name__ == "__main__":
-    began = time.monotonic()
     serve()

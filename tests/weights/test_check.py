@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +12,8 @@ import numpy as np
 import pytest
 from line_fakes import SCHEMA, MemoryObjects, add_route, bytes_at, publish
 
-from rollmill.weights.check import Damage, fsck, repair, verify
+from rollmill.weights.check import Damage, Finding, fsck, repair, verify
+from rollmill.weights.compactor import Compactor, CostModel
 from rollmill.weights.encode import commit, write_part
 from rollmill.weights.gc import collect
 from rollmill.weights.manifest import (
@@ -585,6 +588,36 @@ def test_a_lost_floor_is_told_and_put_back(damage: Damage) -> None:
     assert store.floor().version == floor.version
     assert store.floor().position % 4 == floor.position % 4, "so that folds are made where they lie already"
     assert kinds(store, deep=True) == []
+
+
+def test_a_store_at_work_is_not_called_damaged() -> None:
+    """Publishing, compaction and collection go on while the check reads; whatever it sees half of is not damage."""
+    store = WeightStore(MemoryObjects())
+    publish(store, 0)
+    looks: list[list[Finding]] = []
+    is_done = threading.Event()
+
+    def look() -> None:
+        while not is_done.is_set():
+            looks.append(fsck(store, deep=len(looks) % 2 == 1, now=time.time()))
+
+    checker = threading.Thread(target=look)
+    checker.start()
+    try:
+        compactor = Compactor(store, cost=CostModel(spans=(4,), anchor_versions=16))
+        for step in range(1, 160):
+            publish(store, step)
+            if step % 4 == 0:
+                compactor.step(NOW)
+            if step % 16 == 0:
+                # Collection waits longer than a check takes, as it waits longer than a reader does.
+                collect(store, NOW + step, grace_s=60.0)
+    finally:
+        is_done.set()
+        checker.join(60)
+    assert looks and not checker.is_alive()
+    assert [str(one) for found in looks for one in found if one.is_fatal] == []
+    assert verify(store) == []
 
 
 # Of one version.

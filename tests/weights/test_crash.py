@@ -1,4 +1,4 @@
-"""Claims about kill -9: whoever is killed between any two writes, the store opens, no number comes twice, and replicas get the right bits."""
+"""Claims about kill -9: whoever dies between any two writes, the store opens, no number comes twice, and replicas get the right bits."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 from rollmill.weights.chunk import Codec, elements_of, encode, reference
-from rollmill.weights.cuda.live import CodedCell, CudaWeights
+from rollmill.weights.cuda.cells import CodedCell
+from rollmill.weights.cuda.live import CudaWeights
 from rollmill.weights.encode import cell_bytes
 from rollmill.weights.errors import CorruptSnapshot
 from rollmill.weights.schema import Cell, TensorSpec

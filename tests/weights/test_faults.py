@@ -230,6 +230,8 @@ class Replica:
         self.restart()
 
     def restart(self) -> None:
+        if hasattr(self, "_follower"):
+            self._world.happened.update(self.stats())
         self._live = small_model()
         for tensor in self._live.values():
             tensor.reshape(-1).view(torch.uint8).fill_(self._rng.randrange(256))
@@ -429,3 +431,17 @@ def test_damage_from_before_a_restart_of_the_trainer_still_brings_a_full_route()
     assert staged is not None
     follower.swap(staged)
     assert follower.version == 2 and bits_of(live) == bits_of(trained)
+
+
+def test_a_lost_pointer_does_not_begin_a_second_line() -> None:
+    store, trained = WeightStore(MemoryObjects()), small_model()
+    with Publisher(store, run_id="x") as publisher:
+        publisher.resume(trained, step=0)
+        trained["a"][0] = 1.0
+        publisher.submit(trained, step=1)
+    store.objects.delete([LATEST])
+    with Publisher(store, run_id="x") as again:
+        trained["a"][1] = 1.0
+        assert again.resume(trained, step=2) == 2
+    assert [record.version for record in store.lineage()] == [2, 1, 0]
+    assert store.version(2).epoch == 1

@@ -249,7 +249,7 @@ def test_a_quarantined_or_incomplete_full_route_is_no_anchor(store: WeightStore)
     store.quarantine(pack_key(8, Kind.FULL, base=None, rank=0), "flipped")
     store.objects.delete([pack_key(6, Kind.FULL, base=None, rank=0)])
     collect_all(store)
-    assert store.floor().version == 0
+    assert store.floor().version < 0
     run.check(range(10))
 
 

@@ -9,18 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rollmill.weights.cuda.cells import CodedCell, encode_cells
     from rollmill.weights.cuda.fingerprint import FingerprintPlan, fingerprint_tensors
-    from rollmill.weights.cuda.live import CodedCell, CudaWeights
+    from rollmill.weights.cuda.live import CudaWeights
     from rollmill.weights.cuda.patch import StagedPatch
 
 _HOME = {
-    "CodedCell": "live",
+    "CodedCell": "cells",
     "CudaWeights": "live",
     "FingerprintPlan": "fingerprint",
     "StagedPatch": "patch",
+    "encode_cells": "cells",
     "fingerprint_tensors": "fingerprint",
 }
-__all__ = ["CodedCell", "CudaWeights", "FingerprintPlan", "StagedPatch", "fingerprint_tensors"]
+__all__ = ["CodedCell", "CudaWeights", "FingerprintPlan", "StagedPatch", "encode_cells", "fingerprint_tensors"]
 
 
 def __getattr__(name: str) -> Any:

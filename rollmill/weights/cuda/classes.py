@@ -1,4 +1,4 @@
-"""How many elements of each class lie before every block of 1024 and in its eight sub-blocks of 128, for a batch of chunks in live memory."""
+"""How many elements of each class lie before every block of 1024 and in its sub-blocks of 128, for chunks in live memory."""
 
 # Kernel arguments are pointers and numbers on the device; they have no Python types.
 # mypy: disable-error-code="no-untyped-def"
@@ -34,6 +34,13 @@ class LiveChunk:
     def is_plain(self) -> bool:
         """One run of memory in whole, aligned vectors of eight."""
         return self.segment[0] % 16 == 0 and self.segment[2] >= self.num_codes and self.num_codes % 8 == 0
+
+
+def tables_of(chunks: Sequence[LiveChunk], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of codes, int32, and segments, int64[n, 7]."""
+    num_codes = np.array([chunk.num_codes for chunk in chunks], np.int32)
+    segments = np.array([chunk.segment for chunk in chunks], np.int64)
+    return torch.from_numpy(num_codes).to(device), torch.from_numpy(segments).to(device)
 
 
 @triton.jit

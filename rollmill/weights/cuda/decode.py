@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from rollmill.weights.chunk import Elements, Order
-from rollmill.weights.cuda.classes import BATCH_CHUNKS, CODE, ClassCounts, LiveChunk, count_classes, place_of
+from rollmill.weights.cuda.classes import BATCH_CHUNKS, CODE, ClassCounts, LiveChunk, count_classes, place_of, tables_of
 from rollmill.weights.cuda.parse import parse
 from rollmill.weights.cuda.patch import BLOCK, Changes, tiles_of
 from rollmill.weights.errors import CorruptSnapshot
@@ -131,12 +131,10 @@ def _select(
         tl.store(steps + first + lane, new.to(steps.dtype.element_ty), mask=inside)
 
 
-def decode_chunks(bodies: Sequence[bytes | memoryview], chunks: Sequence[LiveChunk], elements: Elements) -> Changes:
+def decode_chunks(bodies: Sequence[bytes | memoryview], chunks: Sequence[LiveChunk], elements: Elements, device: torch.device) -> Changes:
     """What CGR bodies (without their codec byte) change; waits for the verdict, so a damaged chunk raises before anything is applied."""
     assert elements.has_cgr and elements.bits in (8, 16) and chunks
-    device = torch.device("cuda", torch.cuda.current_device())
-    num_codes = torch.tensor([chunk.num_codes for chunk in chunks], dtype=torch.int32, device=device)
-    segments = torch.tensor([chunk.segment for chunk in chunks], dtype=torch.int64, device=device)
+    num_codes, segments = tables_of(chunks, device)
     parsed = parse(bodies, num_codes, bits=elements.bits)
     tiles = torch.from_numpy(tiles_of(parsed.per_chunk)).to(device)
     changes = Changes(unit_bytes=elements.bits // 8, segments=segments, tiles=tiles, positions=parsed.packed, codes=parsed.steps)
@@ -159,8 +157,15 @@ def decode_chunks(bodies: Sequence[bytes | memoryview], chunks: Sequence[LiveChu
 
 
 def _find(
-    changes: Changes, counts: ClassCounts, num_codes: torch.Tensor, bases: torch.Tensor, errors: torch.Tensor, elements: Elements, *, is_plain: bool
-) -> None:  # fmt: skip
+    changes: Changes,
+    counts: ClassCounts,
+    num_codes: torch.Tensor,
+    bases: torch.Tensor,
+    errors: torch.Tensor,
+    elements: Elements,
+    *,
+    is_plain: bool,
+) -> None:
     """The tiles of one batch: numbers become positions, steps become codes."""
     slot_of = torch.full((len(num_codes),), -1, dtype=torch.int32, device=num_codes.device)
     slot_of[counts.chunks] = torch.arange(len(counts.chunks), dtype=torch.int32, device=num_codes.device)
@@ -168,7 +173,8 @@ def _find(
     mine = torch.nonzero(slots >= 0).view(-1)
     tiles, slots = changes.tiles[mine].contiguous(), slots[mine].contiguous()
     _locate[(len(tiles),)](
-        tiles, slots, counts.blocks, counts.counted, counts.counted.shape[1], counts.prefix, counts.totals, changes.positions, errors, counts.chunks,
+        tiles, slots, counts.blocks, counts.counted, counts.counted.shape[1], counts.prefix, counts.totals,
+        changes.positions, errors, counts.chunks,
         WORDS=counts.num_words, SEARCH=counts.search_steps, LANES=BLOCK, num_warps=4,
     )  # fmt: skip
     _select[(len(tiles),)](

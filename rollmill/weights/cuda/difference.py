@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from rollmill.weights.chunk import Elements
-from rollmill.weights.cuda.classes import CODE, LiveChunk, class_of, count_classes, place_of
+from rollmill.weights.cuda.classes import CODE, LiveChunk, class_of, count_classes, place_of, tables_of
 from rollmill.weights.cuda.patch import tiles_of
 
 _TILE = 2048
@@ -155,8 +155,7 @@ def difference(
 ) -> Difference:
     """Waits twice: for the number of changes and for the highest class."""
     sizes = np.array([chunk.num_codes for chunk in old], np.int64)
-    num_codes = torch.from_numpy(sizes.astype(np.int32)).to(device)
-    old_segments, new_segments = (torch.tensor([chunk.segment for chunk in side], dtype=torch.int64, device=device) for side in (old, new))
+    (num_codes, old_segments), (_, new_segments) = tables_of(old, device), tables_of(new, device)
     per_chunk = -(-sizes // _TILE)
     chunk = np.repeat(np.arange(len(old)), per_chunk)
     first = (np.arange(len(chunk)) - np.repeat(np.cumsum(per_chunk) - per_chunk, per_chunk)) * _TILE

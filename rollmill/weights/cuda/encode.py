@@ -1,6 +1,6 @@
 """CGR bodies written on the device from two sets of chunks in live memory, the same bytes as `rollmill.weights.chunk` writes.
 
-`_costs` finds what every setting of every class would cost, `_choose` walks the classes of a chunk in order and picks, `_emit` sets the bits.
+`_costs` finds what every setting of every class would cost, `_choose` walks the classes of a chunk and picks, `_emit` sets the bits.
 """
 
 # Kernel arguments are pointers and numbers on the device; they have no Python types.

@@ -6,7 +6,6 @@ Pointers never change, so graphs that were captured over the weights stay valid.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,26 +13,16 @@ import torch
 from rollmill.weights import chunk
 from rollmill.weights.bits import host_bytes
 from rollmill.weights.chunk import Codec, elements_of
-from rollmill.weights.cuda.classes import LiveChunk
+from rollmill.weights.cuda.cells import CodedCell, live_chunk, local_cell
 from rollmill.weights.cuda.decode import decode_chunks
 from rollmill.weights.cuda.fingerprint import FingerprintPlan
 from rollmill.weights.cuda.patch import Changes, StagedPatch, Upload, stage, swap
-from rollmill.weights.cuda.place import Box, Keys, box_of, pieces_of
+from rollmill.weights.cuda.place import Keys, box_of, pieces_of
 from rollmill.weights.encode import cell_bytes
 from rollmill.weights.live import TensorPatch
 from rollmill.weights.proof import Lanes
-from rollmill.weights.schema import Cell, positions_in_tensor
+from rollmill.weights.schema import positions_in_tensor
 from rollmill.weights.shard import Held
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodedCell:
-    """One cell of a delta as it is stored."""
-
-    name: str
-    cell: Cell
-    """In the global tensor; it lies inside what is held here."""
-    payload: bytes | memoryview
 
 
 class CudaWeights:
@@ -122,7 +111,11 @@ class CudaWeights:
 
     def _decode(self, dtype: str, cells: Sequence[CodedCell]) -> Changes:
         bodies = [memoryview(coded.payload)[1:] for coded in cells]
-        return decode_chunks(bodies, [self._live_chunk(coded) for coded in cells], elements_of(dtype))
+        chunks = []
+        for coded in cells:
+            slot = self._slots[coded.name]
+            chunks.append(live_chunk(self._boxes[slot], self._held[coded.name], coded.cell, key=self.keys.offsets[slot], slot=slot))
+        return decode_chunks(bodies, chunks, elements_of(dtype), self.device)
 
     def _swap(self, staged: StagedPatch) -> None:
         stream = torch.cuda.current_stream(self.device)
@@ -150,33 +143,13 @@ class CudaWeights:
             raise ValueError(f"no live tensor is called {name!r}; known names begin {sorted(self._slots)[:3]}")
         return self._slots[name]
 
-    def _local(self, coded: CodedCell) -> Cell:
-        local = self._held[coded.name].local(coded.cell)
-        if local is None:
-            raise ValueError(f"{coded.name}: cell {coded.cell} lies outside of what is held here; fetch only the cells of this shard")
-        return local
-
-    def _live_chunk(self, coded: CodedCell) -> LiveChunk:
-        local, slot, cell = self._local(coded), self._slots[coded.name], coded.cell
-        box: Box = self._boxes[slot]
-        if box.rows > 1 and box.width != local.stride:
-            raise ValueError(
-                f"{coded.name}: rows of {box.width} in memory against {local.stride} in the shard; make the live tensor contiguous"
-            )
-        row, col = divmod(local.start, box.width)
-        address = box.address + (row * box.memory_stride + col) * box.unit_bytes
-        memory_stride = local.stride if box.rows == 1 else box.memory_stride
-        width = cell.num_elements if cell.is_contiguous and (memory_stride == cell.width or cell.rows == 1) else cell.width
-        segment = (address, memory_stride, max(1, width), cell.start, cell.stride, self.keys.offsets[slot], slot)
-        return LiveChunk(num_codes=cell.num_elements, segment=segment)
-
     def _on_host(self, name: str, cells: Sequence[CodedCell]) -> TensorPatch:
         held = self._held[name]
         spec = held.spec
         live, per = self.read(name), max(1, spec.item_bytes // 8)
         positions, codes, before = [], [], []
         for coded in cells:
-            local = self._local(coded)
+            local = local_cell(held, coded.cell)
             old = cell_bytes(live, local, spec.item_bytes)
             patch = chunk.decode_patch(coded.payload, num_bytes=old.nbytes, dtype=spec.dtype, old=old)
             inside = patch.positions.astype(np.int64)

@@ -159,8 +159,12 @@ def parse(bodies: Sequence[bytes | memoryview], num_codes: torch.Tensor, *, bits
     device, num_chunks = num_codes.device, len(bodies)
     lengths_in_bytes = np.array([len(body) for body in bodies], np.int64)
     offsets = np.cumsum(lengths_in_bytes) - lengths_in_bytes
-    payload = np.frombuffer(b"".join([*bodies, bytes(16 + -int(lengths_in_bytes.sum()) % 8)]), np.int64)
-    words = torch.from_numpy(payload.copy()).to(device)
+    # Two words of padding: a reader looks at the word of its bit and at the next.
+    pinned = torch.zeros((int(lengths_in_bytes.sum()) + 7) // 8 + 2, dtype=torch.int64, pin_memory=device.type == "cuda")
+    target = pinned.view(torch.uint8).numpy().data
+    for body, at, size in zip(bodies, offsets.tolist(), lengths_in_bytes.tolist(), strict=True):
+        target[at : at + size] = body
+    words = pinned.to(device, non_blocking=True)
     starts, limits = (torch.from_numpy(at * 8).to(device) for at in (offsets, offsets + lengths_in_bytes))
     counts, settings, lengths = torch.zeros(3, num_chunks, 32, dtype=torch.int32, device=device)
     bases, errors = torch.zeros(2, num_chunks, dtype=torch.int32, device=device)

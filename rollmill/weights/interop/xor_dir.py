@@ -140,7 +140,7 @@ def apply(delta: XorDirectory, base: Tensors) -> dict[str, Tensor]:
             )
         return name, Tensor(dtype=old.dtype, shape=old.shape, data=new)
 
-    return {**base, **dict(in_order(change, sorted(delta.payloads), workers=num_workers()))}
+    return {**base, **dict(in_order(change, sorted(delta.payloads), workers=num_workers(sum(t.data.nbytes for t in base.values()))))}
 
 
 def write_xor_directory(
@@ -162,7 +162,11 @@ def write_xor_directory(
         plain = (was ^ now).tobytes() if formats.encoding is Encoding.XOR else _overwriting(name, was, now)
         return name, zstandard.ZstdCompressor(level=1).compress(plain), summed(now)
 
-    coded = {row[0]: row[1:] for row in in_order(code, sorted(new), workers=num_workers()) if row is not None}
+    coded = {
+        row[0]: row[1:]
+        for row in in_order(code, sorted(new), workers=num_workers(sum(t.data.nbytes for t in new.values())))
+        if row is not None
+    }
     cut = cut_into_files(((name, len(row[0])) for name, row in coded.items()), max_file_bytes)
     files = {f"model-{at:05d}-of-{len(cut):05d}.safetensors": names for at, names in enumerate(cut)}
     out.parent.mkdir(parents=True, exist_ok=True)
