@@ -21,6 +21,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@echo "installing dependencies into $(VENV) ..."
 	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
 	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@$(BIN)/python -m rollmill.weights.warm
 	@touch $@
 
 setup: $(VENV)/.stamp

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import triton
 
-from rollmill.weights.cuda.cells import encode_cells
+from rollmill.weights.cuda.cells import CellEncoder
 from rollmill.weights.cuda.live import CudaWeights
 from rollmill.weights.cuda.patch import StagedPatch
 from rollmill.weights.live import TensorPatch
@@ -186,7 +186,8 @@ def measure_codec(
     new = {name: tensor.clone() for name, tensor in tensors.items()}
     weights.revert(staged)
     after = weights.tracked_lanes
-    cells = encode_cells(old, new)
+    encoder = CellEncoder(old, new)
+    cells = encoder.encode()
     decoded = weights.stage_cells(cells)
     weights.apply(decoded)
     assert all(torch.equal(tensors[name].view(torch.int16), new[name].view(torch.int16)) for name in new)
@@ -194,7 +195,7 @@ def measure_codec(
     weights.revert(decoded)
     payload = sum(len(coded.payload) for coded in cells)
     result: dict[str, Any] = {"num_cells": len(cells), "delta_bytes": payload, "raw_over_delta": round(num_bytes / payload, 1)}
-    for what, work in (("encode", lambda: encode_cells(old, new)), ("decode", lambda: weights.stage_cells(cells))):
+    for what, work in (("encode", encoder.encode), ("decode", lambda: weights.stage_cells(cells))):
         wall, device = wall_ms(work, max(5, repeats // 4)), kernel_ms(work)
         result |= {
             f"{what}_ms": spread(wall),
@@ -227,6 +228,14 @@ def kernel_ms(work: Callable[[], object]) -> float:
     return sum(row.self_device_time_total for row in rows) / 1e3
 
 
+def scaled(model: dict[str, Any], num_params: float) -> dict[str, float]:
+    """What the largest model says of a larger one: every part of the pause is linear in the parameters."""
+    factor = num_params / model["num_params"]
+    return {
+        f"{name}_p50": round(model[name]["p50"] * factor, 1) for name in ("pause_ms", "pause_tracked_only_ms", "encode_ms", "decode_ms")
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="1b,8b")
@@ -234,12 +243,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     copy = copy_gb_s(args.repeats)
+    models = {size: measure_model(size, copy, args.repeats) for size in args.models.split(",")}
     result: dict[str, Any] = {
+        "command": "python bench/weights_gpu.py",
         "hardware": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "copy_gb_s": round(copy),
-        "models": {size: measure_model(size, copy, args.repeats) for size in args.models.split(",")},
+        "models": models,
+        "scaled_to_30_b": scaled(list(models.values())[-1], 30e9),
     }
     text = json.dumps(result, indent=2)
     if args.output:

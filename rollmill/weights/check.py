@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from rollmill.weights.damage import Damage, Finding, finding
 from rollmill.weights.encode import in_order
 from rollmill.weights.manifest import Kind, PackRef, Route, RouteName, schema_key, version_key
-from rollmill.weights.objects import ObjectMissing
 from rollmill.weights.plan import plan, reachable
 from rollmill.weights.probe import pack_damage
 from rollmill.weights.repair import repair
 from rollmill.weights.retrace import Retrace, leads_somewhere, unusable
 from rollmill.weights.store import FLOOR, LATEST, RESERVED, WeightStore
-from rollmill.weights.survey import READERS, Survey, pack_version, strangers, survey, version_of
+from rollmill.weights.survey import READERS, Survey, is_there, pack_version, strangers, survey, version_of
 
 __all__ = ["Damage", "Finding", "fsck", "repair", "verify"]
 
@@ -40,7 +39,7 @@ def verify(store: WeightStore, *, version: int | None = None) -> list[str]:
     damaged = _packs(store, seen, checked, deep=True)
     walk = Retrace(store, seen, bad=damaged)
     if version is None:
-        lost = _unreachable(seen, walk.all())
+        lost = _unreachable(store, seen, walk.all())
         found = [*seen.found, *_pointers(seen), *_records(seen), *_bases(seen)]
     else:
         lost = [] if walk.version(version) else [_lost(version)]
@@ -56,7 +55,7 @@ def fsck(store: WeightStore, *, deep: bool = False, now: float) -> list[Finding]
     seen = survey(store)
     damaged = _packs(store, seen, seen.routes, deep=deep)
     walk = Retrace(store, seen, bad=damaged)
-    lost = _unreachable(seen, walk.all() if deep else _by_records(seen, damaged))
+    lost = _unreachable(store, seen, walk.all() if deep else _by_records(seen, damaged))
     found = [
         *seen.found, *_pointers(seen), *_records(seen), *_bases(seen), *(one for several in damaged.values() for one in several),
         *walk.found, *lost, *_users(seen, now), *_quarantine(store, seen), *_litter(seen, now), *strangers(store), *_folds(seen),
@@ -79,17 +78,9 @@ def _packs(store: WeightStore, seen: Survey, routes: dict[RouteName, Route], *, 
     work = [(route, ref) for name, route in sorted(routes.items(), key=lambda item: item[0].key) for ref in route.packs]
     found = defaultdict(list)
     for route, damage in in_order(look, work, workers=READERS):
-        if damage is not None and _is_there(store, route.name.key):
+        if damage is not None and is_there(store, route.name.key):
             found[route.name.key].append(damage)
     return dict(found)
-
-
-def _is_there(store: WeightStore, key: str) -> bool:
-    """A pack may go when its route has gone: collected while we looked is no damage."""
-    try:
-        return store.objects.size(key) >= 0
-    except ObjectMissing:
-        return False
 
 
 def _pointers(seen: Survey) -> Iterator[Finding]:
@@ -131,10 +122,14 @@ def _by_records(seen: Survey, damaged: dict[str, list[Finding]]) -> set[int]:
     return reachable(name for name, route in seen.routes.items() if name.key not in damaged and leads_somewhere(seen, route))
 
 
-def _unreachable(seen: Survey, reached: set[int]) -> list[Finding]:
+def _unreachable(store: WeightStore, seen: Survey, reached: set[int]) -> list[Finding]:
     """Of versions that were there before the routes were listed: their routes were written before them."""
-    lost = sorted((seen.versions.keys() & seen.early_versions) - reached)
-    return [_lost(number) for number in lost if not seen.is_collected(number) and seen.versions[number].schema in seen.schemas]
+    lost = [number for number in (seen.versions.keys() & seen.early_versions) - reached if seen.versions[number].schema in seen.schemas]
+    if all(map(seen.is_collected, lost)):
+        return []
+    # Collection may have gone on while packs were read.
+    since = survey(store)
+    return [_lost(number) for number in sorted(lost) if number in since.listed_versions and not since.is_collected(number)]
 
 
 def _lost(version: int) -> Finding:

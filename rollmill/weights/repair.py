@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+
+import numpy as np
 
 from rollmill.weights.damage import TRAINER, Damage, Finding
 from rollmill.weights.encode import write_part
-from rollmill.weights.errors import CorruptSnapshot, UnknownFormat
+from rollmill.weights.errors import CorruptSnapshot, UnknownFormat, WrongBase
 from rollmill.weights.manifest import Floor, Kind, PackRef, Route, RouteName, Version, route_in, seal, version_in, version_key
 from rollmill.weights.objects import ObjectMissing
 from rollmill.weights.pack import Index
 from rollmill.weights.probe import identify
 from rollmill.weights.proof import combine, fingerprint_bytes
-from rollmill.weights.reader import OpenRoute
+from rollmill.weights.reader import OpenRoute, replay
 from rollmill.weights.retrace import Retrace, unusable
 from rollmill.weights.schema import Schema
 from rollmill.weights.shard import all_of
@@ -51,7 +52,8 @@ class _Repair:
             self._keys[one.kind].append(one.key)
         self._said: list[str] = []
         self._mended: set[str] = set()
-        self._look()
+        self._seen = survey(store)
+        self._walk = Retrace(store, self._seen, bad=self._bad())
 
     def run(self) -> list[str]:
         if self._of(_NUMBERS):
@@ -79,12 +81,13 @@ class _Repair:
         self._said.append(text)
 
     def _each(self, keys: Sequence[str], mend: Callable[[str], str]) -> None:
-        for key in keys:
-            self._say(mend(key))
-            self._look()
+        self._said += [mend(key) for key in keys]
 
-    def _look(self) -> None:
-        self._seen = survey(self._store)
+    def _add(self, route: Route) -> None:
+        """Make a route known, here too: what was out of reach may be in reach now."""
+        self._store.add_route(route)
+        self._seen.routes[route.name] = route
+        self._seen.listed_routes.add(route.name)
         self._walk = Retrace(self._store, self._seen, bad=self._bad())
 
     # Routes.
@@ -101,7 +104,7 @@ class _Repair:
             found = self._proved(name, tuple(ref for ref, _ in packs), packs[0][1].schema) if fits else None
         if found is None:
             return self._rewrite(name, None, key)
-        self._store.add_route(found)
+        self._add(found)
         return f"{key} was written again from what its packs say"
 
     def _find_way(self, key: str) -> str:
@@ -119,7 +122,7 @@ class _Repair:
         for (base, schema), refs in ways.items():
             name = RouteName(version=number, base=base, num_bytes=sum(ref.num_bytes for ref in refs))
             if (found := self._proved(name, tuple(refs), schema)) is not None:
-                self._store.add_route(found)
+                self._add(found)
                 made.append(name.key)
         if made:
             return f"version {number} has its route again, from what its packs say: {', '.join(made)}"
@@ -142,8 +145,19 @@ class _Repair:
         route = Route(
             kind=_kind(name, refs), version=name.version, base=name.base, schema=schema, packs=refs, writer=WRITER, created=self._now
         )
-        trial = replace(self._seen, routes=self._seen.routes | {name: route})
-        return route if Retrace(self._store, trial, bad=self._bad() - {name.key}).route(name) else None
+        return route if self._leads(route) else None
+
+    def _leads(self, route: Route) -> bool:
+        """Whether a route turns the weights of its base into those of its version."""
+        schema, base = self._seen.schemas.get(route.schema), None
+        if schema is None or (route.base is not None and (base := self._walk.weights(route.base)) is None):
+            return False
+        data = {spec.name: np.zeros(spec.num_bytes, np.uint8) if base is None else np.array(base[spec.name]) for spec in schema.tensors}
+        try:
+            replay(self._store, route, self._seen.versions.get(route.version), schema, data)
+        except (CorruptSnapshot, UnknownFormat, WrongBase):
+            return False
+        return True
 
     # Packs.
 
@@ -171,12 +185,14 @@ class _Repair:
         made = Route(
             kind=kind, version=name.version, base=name.base, schema=record.schema, packs=(part.pack,), writer=WRITER, created=self._now
         )
-        trial = replace(self._seen, routes={**self._seen.routes, made.name: made})
-        assert Retrace(self._store, trial, bad=self._bad() - {made.name.key}).route(made.name), "what was just coded decodes"
+        assert self._leads(made), "what was just coded decodes"
         self._mended |= {key, name.key, made.name.key, part.pack.key}
         if route is not None and refs == (part.pack,):
+            self._walk = Retrace(self._store, self._seen, bad=self._bad())
             return f"{part.pack.key} was made again, byte for byte"
-        self._store.add_route(made)
+        if made.name != name:
+            self._seen.routes.pop(name, None)
+        self._add(made)
         if made.name != name:
             self._store.objects.delete([name.key])
         return f"{key}: {made.name.key} with {part.pack.key} takes its place"
@@ -205,6 +221,8 @@ class _Repair:
             writer=WRITER, created=self._now, note="made again from its routes; epoch, step and run are those of a neighbour",
         )  # fmt: skip
         self._store.objects.put(record.key, [seal(record)])
+        self._seen.versions[number] = record
+        self._seen.listed_versions.add(number)
         return f"{record.key} was made again from its routes; its step is not known and taken from a neighbour"
 
     def _before(self, number: int, routes: Mapping[Kind, Route]) -> int | None:

@@ -13,7 +13,7 @@ from rollmill.weights.plan import plan
 from rollmill.weights.probe import pack_damage
 from rollmill.weights.reader import Damaged, replay
 from rollmill.weights.store import WeightStore
-from rollmill.weights.survey import Survey
+from rollmill.weights.survey import Survey, is_there
 
 Weights = dict[str, np.ndarray]
 MAX_HELD = 5
@@ -96,7 +96,8 @@ class Retrace:
 
     def _blame(self, route: Route, kind: Damage, key: str, what: str) -> Weights | None:
         self._bad.add(route.name.key)
-        self.found.append(finding(kind, key, what))
+        if is_there(self._store, route.name.key):
+            self.found.append(finding(kind, key, what))
         return None
 
     def _hold(self, version: int, data: Weights) -> None:

@@ -137,6 +137,14 @@ def strangers(store: WeightStore) -> list[Finding]:
     return found
 
 
+def is_there(store: WeightStore, key: str) -> bool:
+    """Asked again of a route before its packs are blamed: collected while we looked is no damage."""
+    try:
+        return store.objects.size(key) >= 0
+    except ObjectMissing:
+        return False
+
+
 def read_twice(store: WeightStore, key: str, kind: type[Record]) -> Record:
     """A record. A second read before it is called damaged: the first may have met a bad cable."""
     for _ in range(2):

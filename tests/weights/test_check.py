@@ -610,8 +610,7 @@ def test_a_store_at_work_is_not_called_damaged() -> None:
             if step % 4 == 0:
                 compactor.step(NOW)
             if step % 16 == 0:
-                # Collection waits longer than a check takes, as it waits longer than a reader does.
-                collect(store, NOW + step, grace_s=60.0)
+                collect(store, NOW + step, grace_s=20.0)
     finally:
         is_done.set()
         checker.join(60)

@@ -10,8 +10,9 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
+from rollmill.weights import proof
 from rollmill.weights.chunk import Codec, elements_of, encode, reference
-from rollmill.weights.cuda.cells import encode_cells
+from rollmill.weights.cuda.cells import CellEncoder
 from rollmill.weights.cuda.live import CudaWeights
 from rollmill.weights.encode import cell_bytes
 from rollmill.weights.schema import TensorSpec
@@ -53,7 +54,7 @@ def on_device(codes: np.ndarray, dtype: str, shape: tuple[int, ...]) -> torch.Te
 def check(held: Held, shape: tuple[int, ...], old: np.ndarray, new: np.ndarray, *, chunk: int) -> None:
     spec = held.spec
     before, after = on_device(old, spec.dtype, shape), on_device(new, spec.dtype, shape)
-    found = {coded.cell: coded for coded in encode_cells({"w": before}, {"w": after}, held={"w": held}, chunk_elements=chunk)}
+    found = {coded.cell: coded for coded in CellEncoder({"w": before}, {"w": after}, held={"w": held}, chunk_elements=chunk).encode()}
     for cell in spec.cells(chunk):
         if (local := held.local(cell)) is None:
             continue
@@ -93,17 +94,31 @@ def test_what_the_device_encodes_the_device_decodes() -> None:
     old, new = pair(300000, "bfloat16", 0.05, wild=False)
     before, after = on_device(old, "bfloat16", (300, 1000)), on_device(new, "bfloat16", (300, 1000))
     weights = CudaWeights({"w": before.clone()})
-    weights.apply(weights.stage_cells(encode_cells({"w": before}, {"w": after}, chunk_elements=1 << 16)))
+    weights.apply(weights.stage_cells(CellEncoder({"w": before}, {"w": after}, chunk_elements=1 << 16).encode()))
     assert (weights.read("w") == new.view(np.uint8)).all()
     assert weights.lanes() == CudaWeights({"w": after}).lanes()
 
 
+def test_lanes_of_cells_are_those_of_the_host_and_add_up_to_the_shard() -> None:
+    spec = TensorSpec(name="w", dtype="bfloat16", shape=(96, 3000), col_cuts=(1001,))
+    held = columns_of(spec, 1001, 3000)
+    old, new = pair(96 * 1999, "bfloat16", 0.02, wild=False)
+    before, after = on_device(old, "bfloat16", (96, 1999)), on_device(new, "bfloat16", (96, 1999))
+    total, seeds = (0, 0), proof.seeds_of("w", "bfloat16", (96, 3000))
+    for name, cell, lanes in CellEncoder({"w": before}, {"w": after}, held={"w": held}, chunk_elements=1 << 14).lanes():
+        local = held.local(cell)
+        assert name == "w" and local is not None
+        assert lanes == proof.cell_part(cell_bytes(new.view(np.uint8), local, 2).view(np.uint16), cell, seeds)
+        total = proof.add(total, lanes)
+    assert total == held.lanes(new.view(np.uint8))
+
+
 def test_equal_weights_have_no_cells() -> None:
     tensor = torch.randn(1000, device=DEVICE).bfloat16()
-    assert encode_cells({"w": tensor}, {"w": tensor.clone()}) == []
+    assert CellEncoder({"w": tensor}, {"w": tensor.clone()}).encode() == []
 
 
 def test_dtypes_without_cgr_are_refused() -> None:
     tensor = torch.zeros(10, device=DEVICE)
     with pytest.raises(ValueError, match="float32 is not coded on the device"):
-        encode_cells({"w": tensor}, {"w": tensor})
+        CellEncoder({"w": tensor}, {"w": tensor})

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from objects_fakes import Death, FaultyObjects, Killed
-from ops_fakes import TENSORS, TinyRun, keys_in, run_and_die
+from ops_fakes import TENSORS, TinyRun, keys_in, run_and_die, same
 
 from rollmill.weights.compactor import Compactor, CostModel, Outcome, Wanted, due
 from rollmill.weights.manifest import Kind, RouteName, Tombstone, pack_key, seal
 from rollmill.weights.objects import Directory, open_objects
 from rollmill.weights.plan import plan
+from rollmill.weights.reader import materialise
 from rollmill.weights.rollback import rollback
 from rollmill.weights.store import Place, WeightStore
 
@@ -280,3 +281,13 @@ def test_an_anchor_waits_for_the_folds_that_make_it_needless() -> None:
     while wanted := due(routes, line):
         assert all(one.base is not None for one in wanted)
         routes += [RouteName(version=one.version, base=one.base, num_bytes=250) for one in wanted]
+
+
+# What it builds on
+
+
+def test_bytes_that_are_the_version_already_are_given_back_and_wrong_ones_are_rebuilt(store: WeightStore) -> None:
+    run = TinyRun(store)
+    run.publish(3)
+    run.check_move(2, 2)
+    assert same(materialise(store, 2, start=(2, run.truth[1]))[2], run.truth[2])

@@ -443,7 +443,7 @@ def usable(contents: Contents, routes: set[RouteName], packs: set[str]) -> list[
 
 
 @given(stores(), st.sampled_from([0.0, 92.0, 97.0]))
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 def test_whoever_could_get_somewhere_before_collection_still_can(contents: Contents, grace_s: float) -> None:
     now = 100.0
     found = plan_gc(contents, now=now, grace_s=grace_s)

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollmill.weights.cuda.cells import CodedCell, encode_cells
+    from rollmill.weights.cuda.cells import CellEncoder, CodedCell
     from rollmill.weights.cuda.fingerprint import FingerprintPlan, fingerprint_tensors
     from rollmill.weights.cuda.live import CudaWeights
     from rollmill.weights.cuda.patch import StagedPatch
@@ -19,10 +19,10 @@ _HOME = {
     "CudaWeights": "live",
     "FingerprintPlan": "fingerprint",
     "StagedPatch": "patch",
-    "encode_cells": "cells",
+    "CellEncoder": "cells",
     "fingerprint_tensors": "fingerprint",
 }
-__all__ = ["CodedCell", "CudaWeights", "FingerprintPlan", "StagedPatch", "encode_cells", "fingerprint_tensors"]
+__all__ = ["CellEncoder", "CodedCell", "CudaWeights", "FingerprintPlan", "StagedPatch", "fingerprint_tensors"]
 
 
 def __getattr__(name: str) -> Any:

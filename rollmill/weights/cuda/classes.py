@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,24 +22,25 @@ _TILE_SUBS = 128
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LiveChunk:
-    """The live memory of one chunk."""
+class Chunks:
+    """Where chunks of one dtype lie in live memory."""
 
-    num_codes: int
-    segment: tuple[int, int, int, int, int, int, int]
-    """As in `Changes.segments`: address, memory stride, width, start, stride, key offset, slot."""
+    num_codes: np.ndarray
+    """int64[n]."""
+    segments: np.ndarray
+    """int64[n, 7], as in `Changes`: address, memory stride, width, start, stride, key offset, slot."""
 
     @property
-    def is_plain(self) -> bool:
-        """One run of memory in whole, aligned vectors of eight."""
-        return self.segment[0] % 16 == 0 and self.segment[2] >= self.num_codes and self.num_codes % 8 == 0
+    def is_plain(self) -> np.ndarray:
+        """bool[n]: one run of memory in whole, aligned vectors of eight."""
+        return (self.segments[:, 0] % 16 == 0) & (self.segments[:, 2] >= self.num_codes) & (self.num_codes % 8 == 0)
 
+    def take(self, rows: np.ndarray) -> Chunks:
+        return Chunks(num_codes=self.num_codes[rows], segments=self.segments[rows])
 
-def tables_of(chunks: Sequence[LiveChunk], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of codes, int32, and segments, int64[n, 7]."""
-    num_codes = np.array([chunk.num_codes for chunk in chunks], np.int32)
-    segments = np.array([chunk.segment for chunk in chunks], np.int64)
-    return torch.from_numpy(num_codes).to(device), torch.from_numpy(segments).to(device)
+    def to(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Numbers of codes as int32, and segments."""
+        return torch.from_numpy(self.num_codes.astype(np.int32)).to(device), torch.from_numpy(self.segments).to(device)
 
 
 @triton.jit
@@ -158,18 +158,19 @@ class ClassCounts:
 
 
 def count_classes(
-    batch: Sequence[int], chunks: Sequence[LiveChunk], segments: torch.Tensor, num_codes: torch.Tensor, bases: torch.Tensor,
+    batch: np.ndarray, sizes: np.ndarray, segments: torch.Tensor, num_codes: torch.Tensor, bases: torch.Tensor,
     elements: Elements, *, num_classes: int, is_plain: bool,
 ) -> ClassCounts:  # fmt: skip
+    """Of the chunks at places `batch`, which have `sizes` codes; the other tables hold all chunks."""
     device = segments.device
     num_words = -(-num_classes // 8)
-    per_chunk = -(-np.array([chunks[at].num_codes for at in batch], np.int64) // BLOCK_ELEMENTS)
+    per_chunk = -(-sizes // BLOCK_ELEMENTS)
     blocks = torch.from_numpy(np.concatenate([[0], np.cumsum(per_chunk)]).astype(np.int32)).to(device)
     total = int(per_chunk.sum())
     counted = torch.empty(num_words, total * 8, dtype=torch.int64, device=device)
     prefix = torch.empty(total * 8 * num_words, dtype=torch.int32, device=device)
     totals = torch.zeros(len(batch), 32, dtype=torch.int32, device=device)
-    members = torch.tensor(batch, dtype=torch.int32, device=device)
+    members = torch.from_numpy(batch.astype(np.int32)).to(device)
     per_tile = -(-per_chunk * 8 // _TILE_SUBS)
     slot = np.repeat(np.arange(len(batch)), per_tile)
     first = (np.arange(len(slot)) - np.repeat(np.cumsum(per_tile) - per_tile, per_tile)) * _TILE_SUBS

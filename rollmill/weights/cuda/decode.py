@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from rollmill.weights.chunk import Elements, Order
-from rollmill.weights.cuda.classes import BATCH_CHUNKS, CODE, ClassCounts, LiveChunk, count_classes, place_of, tables_of
+from rollmill.weights.cuda.classes import BATCH_CHUNKS, CODE, Chunks, ClassCounts, count_classes, place_of
 from rollmill.weights.cuda.parse import parse
 from rollmill.weights.cuda.patch import BLOCK, Changes, tiles_of
 from rollmill.weights.errors import CorruptSnapshot
@@ -131,20 +131,20 @@ def _select(
         tl.store(steps + first + lane, new.to(steps.dtype.element_ty), mask=inside)
 
 
-def decode_chunks(bodies: Sequence[bytes | memoryview], chunks: Sequence[LiveChunk], elements: Elements, device: torch.device) -> Changes:
+def decode_chunks(bodies: Sequence[bytes | memoryview], chunks: Chunks, elements: Elements, device: torch.device) -> Changes:
     """What CGR bodies (without their codec byte) change; waits for the verdict, so a damaged chunk raises before anything is applied."""
-    assert elements.has_cgr and elements.bits in (8, 16) and chunks
-    num_codes, segments = tables_of(chunks, device)
+    assert elements.has_cgr and elements.bits in (8, 16) and bodies
+    num_codes, segments = chunks.to(device)
     parsed = parse(bodies, num_codes, bits=elements.bits)
     tiles = torch.from_numpy(tiles_of(parsed.per_chunk)).to(device)
     changes = Changes(unit_bytes=elements.bits // 8, segments=segments, tiles=tiles, positions=parsed.packed, codes=parsed.steps)
-    plain = np.array([chunk.is_plain for chunk in chunks], bool) & (parsed.per_chunk > 0)
-    boxed = ~plain & (parsed.per_chunk > 0)
-    for members, is_plain in ((np.flatnonzero(plain), True), (np.flatnonzero(boxed), False)):
+    for is_plain in (True, False):
+        members = np.flatnonzero((chunks.is_plain == is_plain) & (parsed.per_chunk > 0))
         for begin in range(0, len(members), BATCH_CHUNKS):
-            batch = members[begin : begin + BATCH_CHUNKS].tolist()
+            batch = members[begin : begin + BATCH_CHUNKS]
             counts = count_classes(
-                batch, chunks, segments, num_codes, parsed.bases, elements, num_classes=parsed.num_classes, is_plain=is_plain
+                batch, chunks.num_codes[batch], segments, num_codes, parsed.bases, elements,
+                num_classes=parsed.num_classes, is_plain=is_plain,
             )  # fmt: skip
             _find(changes, counts, num_codes, parsed.bases, parsed.errors, elements, is_plain=is_plain)
     errors = parsed.errors.cpu().numpy()

@@ -8,7 +8,6 @@ This is `decode` backwards: the same counts of `classes` turn a position into a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +16,7 @@ import triton
 import triton.language as tl
 
 from rollmill.weights.chunk import Elements
-from rollmill.weights.cuda.classes import CODE, LiveChunk, class_of, count_classes, place_of, tables_of
+from rollmill.weights.cuda.classes import CODE, class_of, count_classes, place_of
 from rollmill.weights.cuda.patch import tiles_of
 
 _TILE = 2048
@@ -138,8 +137,8 @@ def _number(
 class Difference:
     """The changes of a batch of chunks, by chunk, class and number."""
 
-    counts: torch.Tensor
-    """int32[chunks, 32]: changes of each class."""
+    starts: torch.Tensor
+    """int64[chunks * 32 + 1]: where the changes of each class begin."""
     bases: torch.Tensor
     """int32[chunks]: the raw class that is class 0."""
     entries: torch.Tensor
@@ -150,14 +149,12 @@ class Difference:
     """int32 per change: old | new << 16, as bits."""
 
 
-def difference(
-    old: Sequence[LiveChunk], new: Sequence[LiveChunk], elements: Elements, *, is_plain: bool, device: torch.device
-) -> Difference:
+def difference(old: Chunks, new: Chunks, elements: Elements, *, is_plain: bool, device: torch.device) -> Difference:
     """Waits twice: for the number of changes and for the highest class."""
-    sizes = np.array([chunk.num_codes for chunk in old], np.int64)
-    (num_codes, old_segments), (_, new_segments) = tables_of(old, device), tables_of(new, device)
+    sizes, num_chunks = old.num_codes, len(old.num_codes)
+    (num_codes, old_segments), (_, new_segments) = old.to(device), new.to(device)
     per_chunk = -(-sizes // _TILE)
-    chunk = np.repeat(np.arange(len(old)), per_chunk)
+    chunk = np.repeat(np.arange(num_chunks), per_chunk)
     first = (np.arange(len(chunk)) - np.repeat(np.cumsum(per_chunk) - per_chunk, per_chunk)) * _TILE
     tiles = torch.from_numpy(np.stack([chunk, first], axis=1).astype(np.int32)).to(device)
     in_tile = torch.zeros(len(tiles), dtype=torch.int32, device=device)
@@ -171,12 +168,12 @@ def difference(
     positions, codes, keys = torch.empty(3, total, dtype=torch.int32, device=device)
     _find[(len(tiles),)](*args, through - in_tile, in_tile, positions, codes, WRITE=True, **common)
     starts = torch.cat([torch.zeros(1, dtype=torch.int64, device=device), ends])
-    histogram = torch.empty(len(old), 256, dtype=torch.int32, device=device)
-    _histogram[(len(old),)](starts, codes, histogram, SHIFT=elements.shift, MASK=elements.mask, LANES=1024, num_warps=4)
+    histogram = torch.empty(num_chunks, 256, dtype=torch.int32, device=device)
+    _histogram[(num_chunks,)](starts, codes, histogram, SHIFT=elements.shift, MASK=elements.mask, LANES=1024, num_warps=4)
     bases, num_classes = _bases(histogram)
     if total:
         counts = count_classes(
-            range(len(old)), old, old_segments, num_codes, bases, elements, num_classes=num_classes, is_plain=is_plain
+            np.arange(num_chunks), sizes, old_segments, num_codes, bases, elements, num_classes=num_classes, is_plain=is_plain
         )  # fmt: skip
         change_tiles = torch.from_numpy(tiles_of(changes)).to(device)
         _number[(len(change_tiles),)](
@@ -186,8 +183,9 @@ def difference(
             LANES=128, num_warps=4,
         )  # fmt: skip
     entries, order = keys.sort(stable=True)
+    borders = torch.searchsorted(entries, torch.arange(num_chunks * 32 + 1, dtype=torch.int32, device=device))
     return Difference(
-        counts=torch.bincount(entries, minlength=len(old) * 32).view(-1, 32).to(torch.int32),
+        starts=borders,
         bases=bases,
         entries=entries,
         numbers=positions[order],

@@ -8,19 +8,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from rollmill.weights.chunk import Elements, Order
+from rollmill.weights.chunk import Codec, Elements, Order
 from rollmill.weights.cuda import bitstring
-from rollmill.weights.cuda.classes import BATCH_CHUNKS, LiveChunk
+from rollmill.weights.cuda.classes import BATCH_CHUNKS, Chunks
 from rollmill.weights.cuda.difference import Difference, difference
 
 _LANES = 1024
+_CODEC = int(Codec.CGR)
 
 
 @triton.jit
@@ -111,8 +110,10 @@ def _cheapest(table, k, previous, wanted):
 
 
 @triton.jit
-def _choose(counts, bases, costs, num_chunks, words, places, settings, lengths, ends, WRITE: tl.constexpr, BLOCK: tl.constexpr):
-    """One lane a chunk: settings (kg | mode << 8) and stream lengths in bits, int32[chunks, 32], and the header itself."""
+def _choose(
+    counts, bases, costs, num_chunks, words, places, settings, lengths, ends, CODEC: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One lane a chunk: settings (kg | mode << 8) and stream lengths in bits, int32[chunks, 32], codec byte and header."""
     chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = chunk < num_chunks
     at = tl.load(places + chunk, mask=real, other=0)
@@ -125,8 +126,8 @@ def _choose(counts, bases, costs, num_chunks, words, places, settings, lengths, 
     sized = total >= 2048
     if WRITE:
         base = tl.load(bases + chunk, mask=real, other=0)
-        bitstring.put(words, at, (sized.to(tl.int32) | (base << 1) | (span << 9)).to(tl.uint64), real)
-    at += 14
+        bitstring.put(words, at, (CODEC | (sized.to(tl.int32) << 8) | (base << 9) | (span << 17)).to(tl.uint64), real)
+    at += 22
     width = tl.zeros((BLOCK,), dtype=tl.int32)
     kg = tl.zeros((BLOCK,), dtype=tl.int32)
     mode = tl.zeros((BLOCK,), dtype=tl.int32) + 7
@@ -209,42 +210,42 @@ def _emit(
         tl.store(widths + at, run_width + gap_width + 1 + tl.where(has_size, bitstring.rice_bits(size, size_k), 0), mask=inside)
 
 
-def encode_chunks(
-    old: Sequence[LiveChunk], new: Sequence[LiveChunk], elements: Elements, device: torch.device
-) -> list[tuple[bytes, int]]:  # fmt: skip
-    """The CGR body (without its codec byte) and the number of changes of every chunk."""
-    assert elements.has_cgr and elements.bits in (8, 16) and len(old) == len(new)
-    plain = np.array([one.is_plain and other.is_plain for one, other in zip(old, new, strict=True)], bool)
-    found: dict[int, tuple[bytes, int]] = {}
+def encode_chunks(old: Chunks, new: Chunks, elements: Elements, device: torch.device) -> list[tuple[memoryview, int]]:
+    """The CGR payload (with its codec byte) and the number of changes of every chunk."""
+    assert elements.has_cgr and elements.bits in (8, 16) and len(old.num_codes) == len(new.num_codes)
+    found: list[tuple[memoryview, int]] = [(memoryview(b""), 0)] * len(old.num_codes)
+    plain = old.is_plain & new.is_plain
     for is_plain in (True, False):
         members = np.flatnonzero(plain == is_plain)
         for begin in range(0, len(members), BATCH_CHUNKS):
-            batch = members[begin : begin + BATCH_CHUNKS].tolist()
-            what = difference([old[at] for at in batch], [new[at] for at in batch], elements, is_plain=is_plain, device=device)
-            found.update(zip(batch, _write(what, elements), strict=True))
-    return [found[at] for at in range(len(old))]
+            batch = members[begin : begin + BATCH_CHUNKS]
+            what = difference(old.take(batch), new.take(batch), elements, is_plain=is_plain, device=device)
+            for at, coded in zip(batch.tolist(), _write(what, elements), strict=True):
+                found[at] = coded
+    return found
 
 
-def _write(what: Difference, elements: Elements) -> list[tuple[bytes, int]]:
-    device, num_chunks, total = what.counts.device, len(what.counts), len(what.entries)
+def _write(what: Difference, elements: Elements) -> list[tuple[memoryview, int]]:
+    device, num_chunks, total = what.entries.device, len(what.bases), len(what.entries)
     kind = {"BITS": elements.bits, "FLOAT": elements.order is Order.SIGN_MAGNITUDE}
-    starts = torch.nn.functional.pad(what.counts.view(-1).cumsum(0), (1, 0))
+    starts = what.starts
+    counts = starts.diff().to(torch.int32).view(num_chunks, 32)
     runs = torch.full((total,), -1, dtype=torch.int32, device=device)
     costs = torch.empty(num_chunks * 32, 64, dtype=torch.int32, device=device)
     _costs[(num_chunks * 32,)](starts, what.numbers, what.codes, runs, costs, LANES=64, num_warps=2, **kind)
     settings, lengths = torch.zeros(2, num_chunks, 32, dtype=torch.int32, device=device)
     ends, places = torch.zeros(2, num_chunks, dtype=torch.int64, device=device)
     grid = (triton.cdiv(num_chunks, 64),)
-    choose = (what.counts, what.bases, costs, num_chunks)
-    _choose[grid](*choose, places, places, settings, lengths, ends, WRITE=False, BLOCK=64, num_warps=2)
+    choose = (counts, what.bases, costs, num_chunks)
+    _choose[grid](*choose, places, places, settings, lengths, ends, CODEC=_CODEC, WRITE=False, BLOCK=64, num_warps=2)
     # Every body begins at a word of its own, and two words more are never written past.
     num_bits = ends + lengths.sum(1)
     num_words = (num_bits + 63) // 64 + 1
     first_word = num_words.cumsum(0) - num_words
-    sizes = torch.stack([(num_bits + 7) // 8, first_word * 8, what.counts.sum(1)], dim=1).cpu().numpy()
+    sizes = torch.stack([(num_bits + 7) // 8, first_word * 8, counts.sum(1)], dim=1).cpu().numpy()
     words = torch.zeros(int(num_words.sum()) + 1, dtype=torch.int64, device=device)
     places = first_word * 64
-    _choose[grid](*choose, words, places, settings, lengths, ends, WRITE=True, BLOCK=64, num_warps=2)
+    _choose[grid](*choose, words, places, settings, lengths, ends, CODEC=_CODEC, WRITE=True, BLOCK=64, num_warps=2)
     if total:
         stream = (ends[:, None] + lengths.cumsum(1) - lengths).view(-1)
         widths = torch.empty(total, dtype=torch.int32, device=device)
@@ -254,5 +255,7 @@ def _write(what: Difference, elements: Elements) -> list[tuple[bytes, int]]:
         before = widths.cumsum(0) - widths
         entry_first = before[starts[:-1].clamp(max=total - 1)]
         _emit[grid](*args, before + (stream - entry_first)[what.entries], words, WRITE=True, LANES=_LANES, num_warps=4, **kind)
-    data = words.view(torch.uint8).cpu().numpy()
-    return [(data[at : at + size].tobytes(), changes) for size, at, changes in sizes.tolist()]
+    host = torch.empty(words.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+    host.copy_(words)
+    data = host.view(torch.uint8).numpy().data
+    return [(data[at : at + size], changes) for size, at, changes in sizes.tolist()]

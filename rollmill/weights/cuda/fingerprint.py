@@ -93,8 +93,8 @@ class FingerprintPlan:
 
     def __init__(self, pieces: Sequence[Piece], device: torch.device, *, keys: Keys | None = None) -> None:
         self.keys = keys or Keys(pieces, device)
-        self.sums = torch.zeros(len(self.keys.names), 2, dtype=torch.int64, device=device)
-        """int64[tensors, 2], as bits, without the tensors' base values."""
+        self.sums = torch.zeros(len(pieces), 2, dtype=torch.int64, device=device)
+        """int64[pieces, 2], as bits, without the tensors' base values."""
         whole_rows: dict[int, list[np.ndarray]] = {1: [], 2: [], 4: []}
         any_words: dict[int, list[np.ndarray]] = {1: [], 2: [], 4: []}
         for slot, (piece, key) in enumerate(zip(pieces, self.keys.offsets, strict=True)):
@@ -129,12 +129,12 @@ class FingerprintPlan:
         for width, tiles in self._any_words.items():
             _any_words[(len(tiles),)](tiles, rows, columns, self.sums, WORD=_WORD[width], BLOCK=1024, num_warps=_WARPS)
 
-    def read(self, sums: torch.Tensor | None = None) -> dict[str, Lanes]:
-        """The sums of the last launch (or others over the same tensors) on the host; waits for the current stream."""
+    def read(self, sums: torch.Tensor | None = None) -> list[Lanes]:
+        """Per piece, the sums of the last launch (or others over the same pieces) on the host; waits for the current stream."""
         self._host.copy_(self.sums if sums is None else sums, non_blocking=True)
         if self.sums.is_cuda:
             torch.cuda.current_stream(self.sums.device).synchronize()
-        return {name: (low & MASK, high & MASK) for name, (low, high) in zip(self.keys.names, self._host.tolist(), strict=True)}
+        return [(low & MASK, high & MASK) for low, high in self._host.tolist()]
 
 
 def fingerprint_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, Lanes]:
@@ -146,9 +146,9 @@ def fingerprint_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, Lanes]
             plan = FingerprintPlan(pieces, device)
             plan.launch()
             sums = plan.read()
-        for piece in pieces:
+        for piece, lanes in zip(pieces, sums, strict=True):
             spec = piece.held.spec
-            found[spec.name] = add(sums[spec.name], base_value(seeds_of(spec.name, spec.dtype, spec.shape)))
+            found[spec.name] = add(lanes, base_value(seeds_of(spec.name, spec.dtype, spec.shape)))
     return {name: found[name] for name in tensors}
 
 

@@ -13,7 +13,8 @@ import torch
 from rollmill.weights import chunk
 from rollmill.weights.bits import host_bytes
 from rollmill.weights.chunk import Codec, elements_of
-from rollmill.weights.cuda.cells import CodedCell, live_chunk, local_cell
+from rollmill.weights.cuda.cells import CodedCell, chunks_of, joined, local_cell
+from rollmill.weights.cuda.classes import Chunks
 from rollmill.weights.cuda.decode import decode_chunks
 from rollmill.weights.cuda.fingerprint import FingerprintPlan
 from rollmill.weights.cuda.patch import Changes, StagedPatch, Upload, stage, swap
@@ -21,7 +22,7 @@ from rollmill.weights.cuda.place import Keys, box_of, pieces_of
 from rollmill.weights.encode import cell_bytes
 from rollmill.weights.live import TensorPatch
 from rollmill.weights.proof import Lanes
-from rollmill.weights.schema import positions_in_tensor
+from rollmill.weights.schema import Cell, positions_in_tensor
 from rollmill.weights.shard import Held
 
 
@@ -42,12 +43,14 @@ class CudaWeights:
         pieces = pieces_of(self.tensors, held)
         self.keys = Keys(pieces, self.device)
         self._held = {piece.held.spec.name: piece.held for piece in pieces}
-        self._slots = {name: at for at, name in enumerate(self.keys.names)}
+        self._slots = {name: at for at, name in enumerate(self._held)}
         self._boxes = [box_of(piece, in_words=False) for piece in pieces]
         self._plan = FingerprintPlan(pieces, self.device, keys=self.keys)
         self._plan.launch()
         self._tracked = self._plan.sums.clone()
         self._upload = Upload(self.device)
+        self._rows: dict[tuple[str, Cell], int] = {}
+        self._chunks = Chunks(num_codes=np.empty(0, np.int64), segments=np.empty((0, 7), np.int64))
 
     def held(self) -> Mapping[str, Held]:
         return self._held
@@ -103,19 +106,27 @@ class CudaWeights:
     def lanes(self) -> dict[str, Lanes]:
         """The held part of every tensor's fingerprint, recomputed from the live memory in one pass."""
         self._plan.launch()
-        return self._plan.read()
+        return dict(zip(self._held, self._plan.read(), strict=True))
 
     def tracked_lanes(self) -> dict[str, Lanes]:
         """What `lanes` must be after the swaps so far, from the changes alone: O(changes). Equal unless memory was damaged."""
-        return self._plan.read(self._tracked)
+        return dict(zip(self._held, self._plan.read(self._tracked), strict=True))
 
     def _decode(self, dtype: str, cells: Sequence[CodedCell]) -> Changes:
         bodies = [memoryview(coded.payload)[1:] for coded in cells]
-        chunks = []
-        for coded in cells:
-            slot = self._slots[coded.name]
-            chunks.append(live_chunk(self._boxes[slot], self._held[coded.name], coded.cell, key=self.keys.offsets[slot], slot=slot))
-        return decode_chunks(bodies, chunks, elements_of(dtype), self.device)
+        new = {(coded.name, coded.cell) for coded in cells} - self._rows.keys()
+        for name in {name for name, _ in new}:
+            self._remember(name, [cell for other, cell in new if other == name])
+        rows = [self._rows[coded.name, coded.cell] for coded in cells]
+        return decode_chunks(bodies, self._chunks.take(np.array(rows)), elements_of(dtype), self.device)
+
+    def _remember(self, name: str, cells: list[Cell]) -> None:
+        """Cells come back with every delta; where they lie is worked out once."""
+        slot = self._slots[name]
+        first = len(self._rows)
+        found = chunks_of(self._boxes[slot], self._held[name], cells, key=self.keys.offsets[slot], slot=slot)
+        self._rows.update(((name, cell), first + at) for at, cell in enumerate(cells))
+        self._chunks = joined([self._chunks, found])
 
     def _swap(self, staged: StagedPatch) -> None:
         stream = torch.cuda.current_stream(self.device)

@@ -112,9 +112,6 @@ class Keys:
     """
 
     def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
-        self.names = [piece.held.spec.name for piece in pieces]
-        if len(set(self.names)) != len(self.names):
-            raise ValueError("two live tensors have the same name; give each tensor its own")
         self.offsets: list[int] = []
         """Per piece: the place in `rows` of the key of global row 0, which itself may lie before the table."""
         parts, filled = [], 0
