@@ -36,7 +36,7 @@ def verify(store: WeightStore, *, version: int | None = None) -> list[str]:
     if version is not None and version not in seen.listed_versions:
         raise ValueError(f"version {version} is not in {store}; `rollmill weights log` lists what is")
     checked = {name: route for name, route in seen.routes.items() if version in (None, name.version)}
-    damaged = _packs(store, seen, checked, deep=True)
+    damaged = _packs(store, checked, deep=True)
     walk = Retrace(store, seen, bad=damaged)
     if version is None:
         lost = _unreachable(store, seen, walk.all())
@@ -53,7 +53,7 @@ def verify(store: WeightStore, *, version: int | None = None) -> list[str]:
 def fsck(store: WeightStore, *, deep: bool = False, now: float) -> list[Finding]:
     """Everything that is wrong, worst first. Reads the small records and the sizes of packs; `deep`: every byte, and decodes it."""
     seen = survey(store)
-    damaged = _packs(store, seen, seen.routes, deep=deep)
+    damaged = _packs(store, seen.routes, deep=deep)
     walk = Retrace(store, seen, bad=damaged)
     lost = _unreachable(store, seen, walk.all() if deep else _by_records(seen, damaged))
     found = [
@@ -69,7 +69,7 @@ def _once(found: list[Finding]) -> list[Finding]:
     return list({(one.kind, one.key): one for one in found}.values())
 
 
-def _packs(store: WeightStore, seen: Survey, routes: dict[RouteName, Route], *, deep: bool) -> dict[str, list[Finding]]:
+def _packs(store: WeightStore, routes: dict[RouteName, Route], *, deep: bool) -> dict[str, list[Finding]]:
     """Key of a route -> what is wrong with its packs."""
 
     def look(item: tuple[Route, PackRef]) -> tuple[Route, Finding | None]:

@@ -24,7 +24,7 @@ from rollmill.weights.peer import fetch_from_peer
 from rollmill.weights.proof import Fingerprint, Lanes, add, base_value, combine, seeds_of, to_hex
 from rollmill.weights.reader import Damaged, OpenRoute, TensorWork, advance, find_path, work_of, works
 from rollmill.weights.schema import Schema
-from rollmill.weights.shard import Held
+from rollmill.weights.shard import Held, on_grid_of
 from rollmill.weights.stage import bad_cells, difference, patch_of
 from rollmill.weights.store import WeightStore
 
@@ -76,6 +76,8 @@ class FollowerStats:
     """Cells of live weights that had to be fetched again."""
     num_read_errors: int = 0
     """Reads that the system refused; tried again at the next poll."""
+    num_lease_errors: int = 0
+    """Times the lease could not be written; tried again after a third of its time."""
     num_from_peer: int = 0
     """Times the weights to start from came from another replica."""
     num_peers_failed: int = 0
@@ -208,18 +210,24 @@ class Follower:
             return self._repair(held, names)
 
     def renew(self, now: float) -> bool:
-        """Say in the store what is served here, when a third of the lease has passed; False when it was not yet time."""
+        """Say in the store what is served here, when a third of the lease has passed; False when it was not time or failed."""
         if not self._replica or now < self._renewed + self._lease_s / 3:
             return False
         held, stats = self._held, self.stats()
-        self._store.renew(
-            Lease(
-                replica=self._replica, version=None if held is None else held.version,
-                fingerprint="" if held is None else held.fingerprint.total, staging=self._staged_version, renewed=now,
-                expires=now + self._lease_s, url=self._url, problem=stats.problem, timings_s=self._timings, num_swaps=stats.num_confirmed,
-            )
+        lease = Lease(
+            replica=self._replica, version=None if held is None else held.version,
+            fingerprint="" if held is None else held.fingerprint.total, staging=self._staged_version, renewed=now,
+            expires=now + self._lease_s, url=self._url, problem=stats.problem, timings_s=self._timings, num_swaps=stats.num_confirmed,
         )  # fmt: skip
+        # Also after a failure: there are two more times to try before the lease ends.
         self._renewed = now
+        try:
+            self._store.renew(lease)
+        except OSError as error:
+            # Without a lease a replica may lose its short way to the next version, which is no reason to stop following.
+            self._count(num_lease_errors=1)
+            log.warning("weights: the lease of replica %s could not be renewed: %s", self._replica, error)
+            return False
         return True
 
     def _undo(self, staged: Staged, live: Fingerprint) -> None:
@@ -268,6 +276,7 @@ class Follower:
 
     def _stage_alone(self, latest: int, held: _HeldVersion | None) -> Staged | None:
         base: int | None = None if held is None else held.version
+        record: Version | None = None
         while True:
             planning = time.monotonic()
             try:
@@ -286,7 +295,8 @@ class Follower:
                 continue
             except WrongBase as error:
                 if base is None:
-                    self._refuse(version_key(latest), f"its routes do not give what it promises: {error}", mark=False)
+                    assert record is not None, "only routes to a version can have a wrong base"
+                    self._refuse(version_key(record.version), f"its routes do not give what it promises: {error}", mark=False)
                     continue
                 # A path from a full route brings its own bases along, so this is the live copy's fault and happens once.
                 base = None
@@ -393,13 +403,14 @@ class Follower:
         hops = [OpenRoute(self._store, route, whole_bytes=0) for route in path if route.packs]
         parts, patches, num_bad = self.live.held(), [], 0
         for tensor, spec in enumerate(schema.tensors):
-            if spec.name not in names:
+            # Of a sharded replica the tensor may be bad on another rank only.
+            if spec.name not in names or spec.name not in parts:
                 continue
-            grid = spec.cells(schema.chunk_elements)
+            part = on_grid_of(spec, parts[spec.name])
             newest: dict[int, Entry] = {entry.cell: entry for hop in hops for entry in hop.entries(tensor)}
-            bad = bad_cells(parts[spec.name], self.live.read(spec.name), newest, grid)
+            bad = bad_cells(part, self.live.read(spec.name), newest, spec.cells(schema.chunk_elements))
             num_bad += len(bad)
-            patches.append(self._mend(hops, tensor, parts[spec.name], schema, set(bad)))
+            patches.append(self._mend(hops, tensor, part, schema, set(bad)))
         self._count(num_repaired_cells=num_bad)
         done = time.monotonic()
         return Staged(

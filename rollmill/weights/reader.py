@@ -17,9 +17,9 @@ from rollmill.weights.manifest import PackRef, Route, Version
 from rollmill.weights.objects import ObjectMissing
 from rollmill.weights.pack import Entry, check_payload, check_whole, index_range, read_index
 from rollmill.weights.plan import plan
-from rollmill.weights.proof import cell_part, combine, fingerprint_bytes, seeds_of, words_of, words_per_element
+from rollmill.weights.proof import cell_part, fingerprint_bytes, seeds_of, words_of, words_per_element
 from rollmill.weights.schema import Cell, Schema, place
-from rollmill.weights.shard import Held, all_of
+from rollmill.weights.shard import Held, all_of, on_grid_of, whole
 from rollmill.weights.store import WeightStore
 
 # A pack up to this size is read in one request and checked as a whole; from a larger one only what is needed is read.
@@ -67,11 +67,7 @@ class OpenRoute:
             else:
                 found = self._ranges(pack.ref, [(entry.start, entry.stop) for entry in entries])
             for entry, payload in zip(entries, found, strict=True):
-                try:
-                    check_payload(payload, entry, pack.ref.key)
-                except CorruptSnapshot as error:
-                    raise Damaged(pack.ref.key, str(error)) from error
-                yield pack.ref.key, entry, payload
+                yield pack.ref.key, entry, self._checked(pack, entry, payload)
 
     def _open(self, ref: PackRef, whole_bytes: int) -> _Pack:
         # A second read before the pack is blamed: the first may have met a bad cable.
@@ -101,6 +97,17 @@ class OpenRoute:
             entries.setdefault(entry.tensor, []).append(entry)
         return _Pack(ref=ref, entries=entries, data=data)
 
+    def _checked(self, pack: _Pack, entry: Entry, payload: bytes | memoryview) -> bytes | memoryview:
+        for last_try in (False, True):
+            try:
+                check_payload(payload, entry, pack.ref.key)
+                return payload
+            except CorruptSnapshot as error:
+                if last_try or pack.data is not None:
+                    raise Damaged(pack.ref.key, str(error)) from error
+                (payload,) = self._ranges(pack.ref, [(entry.start, entry.stop)])
+        raise AssertionError("unreachable: the last try returns or raises")
+
     def _ranges(self, ref: PackRef, ranges: list[tuple[int, int]]) -> list[bytes]:
         try:
             found = self._store.objects.get_ranges(ref.key, ranges)
@@ -127,9 +134,8 @@ def works(hops: Sequence[OpenRoute], schema: Schema, held: Mapping[str, Held]) -
         if not 0 <= tensor < len(schema.tensors):
             raise Damaged(hops[-1].route.name.key, f"it names tensor {tensor} of {len(schema.tensors)}")
         spec = schema.tensors[tensor]
-        if (part := held.get(spec.name)) is None:
-            continue
-        yield work_of(hops, tensor, part, schema.chunk_elements)
+        if (part := held.get(spec.name)) is not None:
+            yield work_of(hops, tensor, on_grid_of(spec, part), schema.chunk_elements)
 
 
 def work_of(hops: Sequence[OpenRoute], tensor: int, part: Held, chunk_elements: int, *, only: Container[int] | None = None) -> TensorWork:
@@ -178,6 +184,10 @@ def find_path(store: WeightStore, target: int, *, held: int | None, refused: Map
             try:
                 route = store.route(name)
             except CorruptSnapshot as error:
+                if isinstance(error.__cause__, ObjectMissing):
+                    # Collected since it was listed, which is nobody's damage.
+                    bad.add(name.key)
+                    break
                 raise Damaged(name.key, str(error)) from error
             if any(pack.key in refused for pack in route.packs) or route.schema != schema:
                 bad.add(name.key)
@@ -211,8 +221,12 @@ def materialise(
                 why = "; ".join(f"{key}: {reason}" for key, reason in sorted(blamed.items())[-3:])
                 raise CorruptSnapshot(f"version {version} cannot be rebuilt from {store}: {why or 'no route leads to it'}")
             data = _follow(store, path, schema, parts, start, workers or num_workers(schema.num_bytes))
-            if held is None:
-                _prove(record, schema, data, path)
+            # A part of a tensor has no fingerprint of its own: who holds one proves it together with the others.
+            wrong = _wrong(record, schema, {spec.name: data[spec.name] for spec in schema.tensors if parts.get(spec.name) == whole(spec)})
+            if wrong and path and path[0].base is None:
+                raise Damaged(path[-1].name.key, wrong)
+            if wrong:
+                raise WrongBase(f"the held bytes are not those of version {start[0] if start else None}: {wrong}")
             return record, schema, data
         except Damaged as damaged:
             blamed[damaged.key] = damaged.reason
@@ -229,7 +243,8 @@ def replay(store: WeightStore, route: Route, record: Version | None, schema: Sch
     """
     _move([OpenRoute(store, route)], schema, all_of(schema), data, num_workers(schema.num_bytes))
     if record is not None:
-        _prove(record, schema, data, [route])
+        if wrong := _wrong(record, schema, data):
+            raise Damaged(route.name.key, wrong)
 
 
 def _follow(
@@ -257,10 +272,9 @@ def _move(hops: Sequence[OpenRoute], schema: Schema, held: Mapping[str, Held], d
         pass
 
 
-def _prove(record: Version, schema: Schema, data: Mapping[str, np.ndarray], path: Sequence[Route]) -> None:
-    found = combine({spec.name: fingerprint_bytes(spec.name, spec.dtype, spec.shape, data[spec.name]) for spec in schema.tensors})
-    wrong = found.differing(record.print_of(schema))
-    if wrong and not path:
-        raise WrongBase(f"the held bytes are not those of version {record.version}: {', '.join(wrong[:3])}")
-    if wrong:
-        raise Damaged(path[-1].name.key, f"it gives other weights than version {record.version} promises: {', '.join(wrong[:3])}")
+def _wrong(record: Version, schema: Schema, data: Mapping[str, np.ndarray]) -> str:
+    """Which of these whole tensors are not those of the version; empty when all are."""
+    expected = record.print_of(schema).tensors
+    specs = (spec for spec in schema.tensors if spec.name in data)
+    wrong = [s.name for s in specs if fingerprint_bytes(s.name, s.dtype, s.shape, data[s.name]) != expected[s.name]]
+    return f"it gives other weights than version {record.version} promises: {', '.join(wrong[:3])}" if wrong else ""

@@ -17,6 +17,7 @@ from rollmill.weights.errors import CorruptSnapshot, UnknownFormat, WrongBase
 from rollmill.weights.manifest import Floor, Kind, PackRef, Route, RouteName, Version, route_in, seal, version_in, version_key
 from rollmill.weights.objects import ObjectMissing
 from rollmill.weights.pack import Index
+from rollmill.weights.plan import reachable
 from rollmill.weights.probe import identify
 from rollmill.weights.proof import combine, fingerprint_bytes
 from rollmill.weights.reader import OpenRoute, replay
@@ -52,6 +53,8 @@ class _Repair:
             self._keys[one.kind].append(one.key)
         self._said: list[str] = []
         self._mended: set[str] = set()
+        self._holes: set[int | None] = set()
+        """Versions whose records cannot be made again."""
         self._seen = survey(store)
         self._walk = Retrace(store, self._seen, bad=self._bad())
 
@@ -64,8 +67,12 @@ class _Repair:
         self._each(self._of(_PACKS), self._make_packs)
         if self._of(_POINTERS):
             self._say(self._point())
-        if self._of((Damage.FLOOR_MISSING, Damage.FLOOR_UNREADABLE)):
-            self._say(self._make_floor())
+        line = self._seen.line
+        if line and self._of((Damage.FLOOR_MISSING, Damage.FLOOR_UNREADABLE)):
+            self._say(self._begin_line(line[-1]))
+        elif line and (hole := self._seen.versions[line[-1]].previous) in self._holes:
+            known = reachable(name for name in self._seen.routes if name.key not in self._bad())
+            self._say(f"version {hole} is lost for good; " + self._begin_line(min(known & set(line), default=line[-1])))
         if dropped := self._of(_DROPPED):
             self._store.objects.delete(dropped)
             self._said += [f"dropped {key}" for key in dropped]
@@ -207,6 +214,7 @@ class _Repair:
         data = self._walk.weights(number)
         routes = {route.kind: route for name, route in self._seen.routes.items() if name.version == number}
         if data is None:
+            self._holes.add(number)
             return f"cannot make {version_key(number)} again: no whole route leads to it; replicas take the version before or after"
         one = next(iter(routes.values()))
         schema = self._seen.schemas[one.schema]
@@ -249,20 +257,20 @@ class _Repair:
                 return f"latest.json points at version {number}, the newest that can be rebuilt"
         return f"cannot point latest.json anywhere: no version can be rebuilt; start a trainer, {TRAINER} is full"
 
-    def _make_floor(self) -> str:
-        """The line begins where its records end; folds lie at multiples of their span, which tells how many versions were before."""
-        line = self._seen.line[::-1]
-        if not line:
-            return "cannot put floor.json back before latest.json is in order"
-        index = {number: at for at, number in enumerate(line)}
+    def _begin_line(self, first: int) -> str:
+        """Let the line begin at a version, so that readers of it end there and collection can go on.
+
+        Folds lie at multiples of their span, which tells where on the line it is.
+        """
+        index = {number: at for at, number in enumerate(reversed(self._seen.line))}
         folds = [
-            (index[name.version] - index[name.base], index[name.version])
+            (index[name.version] - index[name.base], index[name.version] - index[first])
             for name, route in self._seen.routes.items()
             if route.kind is Kind.FOLD and name.base in index and name.version in index
         ]
         span, at = max(folds, default=(1, 0))
-        self._store.raise_floor(Floor(version=line[0], position=-at % span))
-        return f"floor.json says again that the line begins at version {line[0]}"
+        self._store.raise_floor(Floor(version=first, position=-at % span))
+        return f"the line begins at version {first}; what is older stays where a tag or a lease holds it"
 
     def _release(self) -> None:
         self._seen = survey(self._store)

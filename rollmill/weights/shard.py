@@ -20,7 +20,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     def local(self, cell: Cell) -> Cell | None:
         """Where a cell lies in the box, or None when it lies outside. A cell on the border is a mistake in the schema."""
         stride = self.spec.matrix[1]
-        if not stride:
+        if not stride or not self.region.num_elements:
             return None
         top, left = divmod(self.region.start, stride)
         row, col = divmod(cell.start, stride)
@@ -65,6 +65,11 @@ def columns_of(spec: TensorSpec, start: int, stop: int) -> Held:
     if not 0 <= start <= stop <= cols:
         raise ValueError(f"{spec.name} has columns 0 to {cols}, not {start} to {stop}")
     return Held(spec=spec, region=Cell(start, rows, stop - start, cols))
+
+
+def on_grid_of(spec: TensorSpec, held: Held) -> Held:
+    """The same box with the cuts of a published spec: a replica need not know where the publisher cut its tensors."""
+    return Held(spec=spec, region=held.region)
 
 
 def all_of(schema: Schema) -> dict[str, Held]:

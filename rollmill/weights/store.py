@@ -81,6 +81,9 @@ class WeightStore:
         found = self._read(version_key(version), Version)
         if found.version != version:
             raise CorruptSnapshot(f"{version_key(version)} in {self} describes version {found.version}")
+        if found.previous is not None and found.previous >= version:
+            # Whoever walks back along the line would not come to an end.
+            raise CorruptSnapshot(f"version {version} in {self} claims to follow version {found.previous}")
         return found
 
     def versions(self, *, after: int = -1) -> list[int]:
@@ -96,8 +99,6 @@ class WeightStore:
         while at is not None:
             found = self.version(at)
             yield found
-            if found.previous is not None and found.previous >= at:
-                raise CorruptSnapshot(f"version {at} in {self} claims to follow version {found.previous}")
             at = found.previous if at > floor else None
 
     def line(self, *, known: Sequence[Place] = ()) -> list[Place]:

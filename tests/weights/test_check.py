@@ -15,6 +15,7 @@ from line_fakes import SCHEMA, MemoryObjects, add_route, bytes_at, publish
 from rollmill.weights.check import Damage, Finding, fsck, repair, verify
 from rollmill.weights.compactor import Compactor, CostModel
 from rollmill.weights.encode import commit, write_part
+from rollmill.weights.errors import CorruptSnapshot
 from rollmill.weights.gc import collect
 from rollmill.weights.manifest import (
     Kind,
@@ -453,6 +454,21 @@ def test_a_record_made_again_says_so_and_keeps_the_line(store: WeightStore) -> N
     )  # fmt: skip
     assert "made again" in after.note
     assert [record.version for record in store.lineage()] == [5, 4, 3, 2, 1, 0]
+
+
+def test_a_version_that_is_lost_for_good_ends_the_line_so_that_collection_goes_on(store: WeightStore) -> None:
+    store.objects.delete([version_key(2), pack_key(2, Kind.DELTA, base=1, rank=0)])
+    with pytest.raises(CorruptSnapshot):
+        collect(store, NOW, grace_s=1.0)
+    said = repair(store, fsck(store, now=NOW), now=NOW)
+    assert any("the line begins at version 4" in line for line in said)
+    assert [record.version for record in store.lineage()] == [5, 4]
+    for later in (0.0, 10.0, 20.0):
+        collect(store, NOW + later, grace_s=1.0)
+    assert store.versions() == [4, 5]
+    repair(store, fsck(store, now=NOW), now=NOW)
+    assert kinds(store, deep=True, now=NOW + 20) == [] and verify(store) == []
+    assert_same_bits(store)
 
 
 def test_a_replica_that_serves_something_else_is_told_loudly(store: WeightStore) -> None:

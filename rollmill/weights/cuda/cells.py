@@ -69,7 +69,8 @@ class CellEncoder:
         """
         found = []
         for dtype, (old, new) in self._chunks.items():
-            coded = encode_chunks(old, new, elements_of(dtype), self._device)
+            with torch.cuda.device(self._device):
+                coded = encode_chunks(old, new, elements_of(dtype), self._device)
             for (name, cell), (payload, num_changed) in zip(self._cells[dtype], coded, strict=True):
                 if num_changed:
                     found.append(CodedCell(name=name, cell=cell, payload=payload, num_changed=num_changed))
@@ -77,7 +78,8 @@ class CellEncoder:
 
     def lanes(self) -> list[tuple[str, Cell, Lanes]]:
         """What every cell of the new tensors, changed or not, adds to the fingerprint of its tensor."""
-        self._plan.launch()
+        with torch.cuda.device(self._device):
+            self._plan.launch()
         cells = ((piece.held.spec.name, piece.held.region) for piece in self._parts)
         return [(name, cell, lanes) for (name, cell), lanes in zip(cells, self._plan.read(), strict=True)]
 

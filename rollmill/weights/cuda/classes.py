@@ -58,6 +58,65 @@ def place_of(element, width, memory_stride, PLAIN: tl.constexpr):
 
 
 @triton.jit
+def popcount(x):
+    x -= (x >> 1) & 0x55555555
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    return ((((x + (x >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _matches(live, first, limit, low, extent, width, memory_stride, SHIFT: tl.constexpr, MASK: tl.constexpr, PLAIN: tl.constexpr):
+    """Bit i: element `first` + i, of 32, has a raw class from `low` to `low` + `extent`. A lane looks at elements of its own."""
+    found = tl.zeros_like(first).to(tl.uint32)
+    offset = tl.arange(0, 8)
+    for part in range(4):
+        element = (first + part * 8)[:, None] + offset[None, :]
+        there = element < limit
+        code = tl.load(live + place_of(element, width, memory_stride, PLAIN), mask=there, other=0).to(tl.int32)
+        away = (((code >> SHIFT) & MASK) - low[:, None]).to(tl.uint32, bitcast=True)
+        same = there & (away <= extent[:, None])
+        found |= tl.sum(tl.where(same, (1 << (part * 8 + offset))[None, :], 0), axis=1).to(tl.uint32, bitcast=True)
+    return found
+
+
+@triton.jit
+def class_matches(live, first, limit, kind, base, width, memory_stride, SHIFT: tl.constexpr, MASK: tl.constexpr, PLAIN: tl.constexpr):
+    """Which of the 128 elements from `first` on are of class `kind`: four words of 32 bits."""
+    # The lowest and the highest class take in every raw class beyond them.
+    low = tl.where(kind == 0, 0, kind + base)
+    extent = (tl.where(kind == 31, MASK, kind + base) - low).to(tl.uint32)
+    word0 = _matches(live, first, limit, low, extent, width, memory_stride, SHIFT, MASK, PLAIN)
+    word1 = _matches(live, first + 32, limit, low, extent, width, memory_stride, SHIFT, MASK, PLAIN)
+    word2 = _matches(live, first + 64, limit, low, extent, width, memory_stride, SHIFT, MASK, PLAIN)
+    word3 = _matches(live, first + 96, limit, low, extent, width, memory_stride, SHIFT, MASK, PLAIN)
+    return word0, word1, word2, word3
+
+
+@triton.jit
+def _pass_word(number, at, word, next_word, PLACE: tl.constexpr):
+    count = popcount(word)
+    passed = (at == PLACE) & (number >= count)
+    return tl.where(passed, number - count, number), tl.where(passed, PLACE + 1, at), tl.where(passed, next_word, word)
+
+
+@triton.jit
+def select_bit(number, word0, word1, word2, word3):
+    """The place of the one bit before which `number` one bits stand."""
+    at = tl.zeros_like(number)
+    number, at, word = _pass_word(number, at, word0, word1, 0)
+    number, at, word = _pass_word(number, at, word, word2, 1)
+    number, at, word = _pass_word(number, at, word, word3, 2)
+    at *= 32
+    bit = tl.zeros_like(number)
+    for power in tl.static_range(5):
+        count = popcount((word >> bit.to(tl.uint32)) & ((1 << (16 >> power)) - 1))
+        passed = number >= count
+        number = tl.where(passed, number - count, number)
+        bit = tl.where(passed, bit + (16 >> power), bit)
+    return at + bit
+
+
+@triton.jit(do_not_specialize=["total_subs"])
 def _count(
     chunks,
     segments,
@@ -119,7 +178,7 @@ def _count(
         tl.store(out + 3 * total_subs, word3.to(tl.int64, bitcast=True), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_subs"])
 def _prefix(blocks, counted, total_subs, prefix, totals, WORDS: tl.constexpr, TILE: tl.constexpr):
     """prefix: int32[blocks before the chunk * classes + class * its blocks + block], elements of the class before the block."""
     slot, kind = tl.program_id(0), tl.program_id(1)
@@ -153,8 +212,6 @@ class ClassCounts:
     totals: torch.Tensor
     """int32[slots, 32]."""
     num_words: int
-    search_steps: int
-    """Of a binary search among the blocks of the largest chunk."""
 
 
 def count_classes(
@@ -182,5 +239,4 @@ def count_classes(
     _prefix[(len(batch), 8 * num_words)](blocks, counted, total * 8, prefix, totals, WORDS=num_words, TILE=128, num_warps=4)
     return ClassCounts(
         chunks=members, blocks=blocks, counted=counted, prefix=prefix, totals=totals, num_words=num_words,
-        search_steps=int(per_chunk.max()).bit_length(),
     )  # fmt: skip

@@ -16,16 +16,28 @@ import torch
 import triton
 import triton.language as tl
 
-from rollmill.weights.chunk import Elements, Order
-from rollmill.weights.cuda.classes import BATCH_CHUNKS, CODE, Chunks, ClassCounts, count_classes, place_of
+from rollmill.weights.chunk import MAX_ELEMENTS, Elements, Order
+from rollmill.weights.cuda.classes import (
+    BATCH_CHUNKS,
+    BLOCK_ELEMENTS,
+    CODE,
+    Chunks,
+    ClassCounts,
+    class_matches,
+    count_classes,
+    place_of,
+    select_bit,
+)
 from rollmill.weights.cuda.parse import parse
 from rollmill.weights.cuda.patch import BLOCK, Changes, tiles_of
 from rollmill.weights.errors import CorruptSnapshot
 
+# Halvings among the blocks of the largest chunk.
+_SEARCH = (MAX_ELEMENTS // BLOCK_ELEMENTS - 1).bit_length()
 _RULES = {1: "its header", 2: "a stream", 3: "a number past the end of its class", 4: "its length or padding"}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_subs"])
 def _locate(
     tiles,
     slots,
@@ -99,35 +111,23 @@ def _select(
         limit = tl.multiple_of(limit, 8)
     memory_stride, width = tl.load(segment + 1), tl.load(segment + 2).to(tl.uint32)
     base = tl.load(bases + chunk)
-    offset = tl.arange(0, 8)
     for at in range(0, count, LANES):
         lane = at + tl.arange(0, LANES)
         inside = lane < count
         change = tl.load(packed + first + lane, mask=inside, other=0)
         begin, number, kind = (change >> 12) * 128, (change >> 5) & 127, change & 31
-        # The raw classes that are this class: the lowest and the highest take in everything beyond them.
-        low = tl.where(kind == 0, 0, kind + base)
-        high = tl.where(kind == 31, MASK, kind + base)
-        both = tl.zeros((LANES,), dtype=tl.int32)
-        # One thread a change: what it has seen so far needs no word from its neighbours.
-        for part in range(16):
-            element = (begin + part * 8)[:, None] + offset[None, :]
-            there = element < limit
-            code = tl.load(live + place_of(element, width, memory_stride, PLAIN), mask=there, other=0).to(tl.int32)
-            raw = (code >> SHIFT) & MASK
-            same = (there & (raw >= low[:, None]) & (raw <= high[:, None])).to(tl.int32)
-            found = (same == 1) & (tl.cumsum(same, axis=1) == number[:, None] + 1)
-            both += tl.sum(tl.where(found, (part * 8 + offset)[None, :] | (code << 7), 0), axis=1)
-            number -= tl.sum(same, axis=1)
+        # One thread a change: it looks at all of the sub-block and needs no word from its neighbours.
+        word0, word1, word2, word3 = class_matches(live, begin, limit, kind, base, width, memory_stride, SHIFT, MASK, PLAIN)
+        position = tl.minimum(begin + select_bit(number, word0, word1, word2, word3), limit - 1)
+        new = tl.load(live + place_of(position, width, memory_stride, PLAIN), mask=inside, other=0).to(tl.int32)
         top: tl.constexpr = 1 << (BITS - 1)
         full: tl.constexpr = (1 << BITS) - 1
-        new = both >> 7
         if FLOAT:
             new = tl.where(new < top, new | top, ~new & full)
         new = (new + tl.load(steps + first + lane, mask=inside, other=0).to(tl.int32)) & full
         if FLOAT:
             new = tl.where(new >= top, new ^ top, ~new & full)
-        tl.store(packed + first + lane, begin + (both & 127), mask=inside)
+        tl.store(packed + first + lane, position, mask=inside)
         tl.store(steps + first + lane, new.to(steps.dtype.element_ty), mask=inside)
 
 
@@ -175,7 +175,7 @@ def _find(
     _locate[(len(tiles),)](
         tiles, slots, counts.blocks, counts.counted, counts.counted.shape[1], counts.prefix, counts.totals,
         changes.positions, errors, counts.chunks,
-        WORDS=counts.num_words, SEARCH=counts.search_steps, LANES=BLOCK, num_warps=4,
+        WORDS=counts.num_words, SEARCH=_SEARCH, LANES=BLOCK, num_warps=4,
     )  # fmt: skip
     _select[(len(tiles),)](
         tiles, slots, counts.chunks, changes.segments, num_codes, bases, changes.positions, changes.codes,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from rollmill.weights.chunk import Elements
-from rollmill.weights.cuda.classes import CODE, class_of, count_classes, place_of
+from rollmill.weights.cuda.classes import CODE, Chunks, class_matches, class_of, count_classes, place_of, popcount
 from rollmill.weights.cuda.patch import tiles_of
 
 _TILE = 2048
@@ -77,6 +77,14 @@ def _histogram(starts, codes, histogram, SHIFT: tl.constexpr, MASK: tl.constexpr
 
 
 @triton.jit
+def _before(word, at):
+    """One bits of a word before bit `at`, which may lie before or after the word."""
+    inside = tl.minimum(tl.maximum(at, 0), 31)
+    low = word & ((tl.zeros_like(word) + 1 << inside.to(tl.uint32)) - 1)
+    return tl.where(at >= 32, popcount(word), tl.where(at > 0, popcount(low), 0))
+
+
+@triton.jit(do_not_specialize=["total_subs"])
 def _number(
     tiles,
     segments,
@@ -107,7 +115,6 @@ def _number(
     memory_stride, width = tl.load(segment + 1), tl.load(segment + 2).to(tl.uint32)
     base, begin = tl.load(bases + chunk), tl.load(blocks + chunk)
     num_blocks = tl.load(blocks + chunk + 1) - begin
-    offset = tl.arange(0, 8)
     for first in range(0, count, LANES):
         lane = first + tl.arange(0, LANES)
         inside = lane < count
@@ -120,15 +127,9 @@ def _number(
         for before in tl.static_range(7):
             words = tl.load(at_subs + before, mask=inside & (before < (sub & 7)), other=0).to(tl.uint64, bitcast=True)
             number += ((words >> shift) & 255).to(tl.int32)
-        low = tl.where(kind == 0, 0, kind + base)
-        high = tl.where(kind == 31, MASK, kind + base)
-        for part in range(16):
-            element = (sub * 128 + part * 8)[:, None] + offset[None, :]
-            there = element < limit
-            code = tl.load(live + place_of(element, width, memory_stride, PLAIN), mask=there, other=0).to(tl.int32)
-            raw = (code >> SHIFT) & MASK
-            same = there & (element < position[:, None]) & (raw >= low[:, None]) & (raw <= high[:, None])
-            number += tl.sum(same.to(tl.int32), axis=1)
+        word0, word1, word2, word3 = class_matches(live, sub * 128, limit, kind, base, width, memory_stride, SHIFT, MASK, PLAIN)
+        at = position & 127
+        number += _before(word0, at) + _before(word1, at - 32) + _before(word2, at - 64) + _before(word3, at - 96)
         tl.store(positions + begin_change + lane, number, mask=inside)
         tl.store(keys + begin_change + lane, chunk * 32 + kind, mask=inside)
 

@@ -109,7 +109,7 @@ def _cheapest(table, k, previous, wanted):
     return k, bits
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def _choose(
     counts, bases, costs, num_chunks, words, places, settings, lengths, ends, CODEC: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -164,7 +164,7 @@ def _choose(
     tl.store(ends + chunk, at, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _emit(
     entries,
     starts,

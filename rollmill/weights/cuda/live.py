@@ -17,13 +17,15 @@ from rollmill.weights.cuda.cells import CodedCell, chunks_of, joined, local_cell
 from rollmill.weights.cuda.classes import Chunks
 from rollmill.weights.cuda.decode import decode_chunks
 from rollmill.weights.cuda.fingerprint import FingerprintPlan
-from rollmill.weights.cuda.patch import Changes, StagedPatch, Upload, stage, swap
+from rollmill.weights.cuda.patch import Changes, StagedPatch, Upload, compile_swap, stage, swap
 from rollmill.weights.cuda.place import Keys, box_of, pieces_of
 from rollmill.weights.encode import cell_bytes
 from rollmill.weights.live import TensorPatch
 from rollmill.weights.proof import Lanes
 from rollmill.weights.schema import Cell, positions_in_tensor
 from rollmill.weights.shard import Held
+
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class CudaWeights:
@@ -43,14 +45,18 @@ class CudaWeights:
         pieces = pieces_of(self.tensors, held)
         self.keys = Keys(pieces, self.device)
         self._held = {piece.held.spec.name: piece.held for piece in pieces}
+        elements = {name: elements_of(part.spec.dtype) for name, part in self._held.items()}
+        self._on_device = {name: one.dtype for name, one in elements.items() if one.has_cgr and one.bits != 4}
         self._slots = {name: at for at, name in enumerate(self._held)}
         self._boxes = [box_of(piece, in_words=False) for piece in pieces]
         self._plan = FingerprintPlan(pieces, self.device, keys=self.keys)
-        self._plan.launch()
-        self._tracked = self._plan.sums.clone()
+        self._tracked = torch.zeros_like(self._plan.sums)
+        self._is_tracked = False
         self._upload = Upload(self.device)
         self._rows: dict[tuple[str, Cell], int] = {}
         self._chunks = Chunks(num_codes=np.empty(0, np.int64), segments=np.empty((0, 7), np.int64))
+        with torch.cuda.device(self.device):
+            self._track()
 
     def held(self) -> Mapping[str, Held]:
         return self._held
@@ -62,9 +68,11 @@ class CudaWeights:
     def load(self, name: str, data: np.ndarray) -> None:
         """Replace a tensor's bytes; only while nothing is served."""
         tensor = self.tensors[name]
-        tensor.copy_(torch.from_numpy(np.array(data)).view(tensor.dtype).view(tensor.shape))
-        self._plan.launch()
-        self._tracked.copy_(self._plan.sums)
+        target = torch.view_as_real(tensor) if tensor.element_size() == 16 else tensor
+        # As integers: a copy of floats may rewrite a payload.
+        integers = target.view(_INTEGER[target.element_size()])
+        integers.copy_(torch.from_numpy(np.array(data)).view(integers.dtype).view(integers.shape))
+        self._is_tracked = False
 
     def stage(self, patches: Sequence[TensorPatch]) -> StagedPatch:
         """Brings patches to the device on a side stream; the weights are not touched and the engine need not pause."""
@@ -79,15 +87,15 @@ class CudaWeights:
         others: dict[str, list[CodedCell]] = {}
         for coded in cells:
             self._known(coded.name)
-            elements = elements_of(self._held[coded.name].spec.dtype)
-            if len(coded.payload) and coded.payload[0] == Codec.CGR and elements.has_cgr and elements.bits != 4:
-                groups.setdefault(elements.dtype, []).append(coded)
+            dtype = self._on_device.get(coded.name)
+            if dtype is not None and len(coded.payload) and coded.payload[0] == Codec.CGR:
+                groups.setdefault(dtype, []).append(coded)
             else:
                 others.setdefault(coded.name, []).append(coded)
         stream = self._upload.stream
         # Beside the engine, but after the last swap: what is decoded is decoded against the weights as they are now.
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
             changes = [self._decode(dtype, group) for dtype, group in groups.items()]
         return self._staged(changes, [self._on_host(name, coded) for name, coded in others.items()])
 
@@ -105,12 +113,15 @@ class CudaWeights:
 
     def lanes(self) -> dict[str, Lanes]:
         """The held part of every tensor's fingerprint, recomputed from the live memory in one pass."""
-        self._plan.launch()
-        return dict(zip(self._held, self._plan.read(), strict=True))
+        with torch.cuda.device(self.device):
+            self._plan.launch()
+            return dict(zip(self._held, self._plan.read(), strict=True))
 
     def tracked_lanes(self) -> dict[str, Lanes]:
         """What `lanes` must be after the swaps so far, from the changes alone: O(changes). Equal unless memory was damaged."""
-        return dict(zip(self._held, self._plan.read(self._tracked), strict=True))
+        with torch.cuda.device(self.device):
+            self._track()
+            return dict(zip(self._held, self._plan.read(self._tracked), strict=True))
 
     def _decode(self, dtype: str, cells: Sequence[CodedCell]) -> Changes:
         bodies = [memoryview(coded.payload)[1:] for coded in cells]
@@ -131,11 +142,20 @@ class CudaWeights:
     def _swap(self, staged: StagedPatch) -> None:
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(staged.ready)
-        for changes in staged.changes:
-            for used in (changes.segments, changes.tiles, changes.positions, changes.codes):
-                used.record_stream(stream)
-            swap(changes, self.keys, self._tracked)
+        with torch.cuda.device(self.device):
+            self._track()
+            for changes in staged.changes:
+                for used in (changes.segments, changes.tiles, changes.positions, changes.codes):
+                    used.record_stream(stream)
+                swap(changes, self.keys, self._tracked)
         staged.applied = not staged.applied
+
+    def _track(self) -> None:
+        """The sums that swaps bring along begin with one full pass over what was loaded."""
+        if not self._is_tracked:
+            self._plan.launch()
+            self._tracked.copy_(self._plan.sums)
+            self._is_tracked = True
 
     def _staged(self, changes: list[Changes], patches: Sequence[TensorPatch]) -> StagedPatch:
         rows = []
@@ -144,7 +164,11 @@ class CudaWeights:
             rows.append((patch, self._boxes[slot], self.keys.offsets[slot], slot))
         if len({slot for _, _, _, slot in rows}) != len(rows):
             raise ValueError("two patches are for the same tensor; merge them, so that positions are unique")
-        changes = changes + stage(rows, self._upload)
+        with torch.cuda.device(self.device):
+            changes = changes + stage(rows, self._upload)
+            for part in changes:
+                compile_swap(part, self.keys, self._tracked)
+            self._track()
         staged = StagedPatch(changes=changes, ready=self._upload.event(), keep=self._upload.pinned)
         self._upload.pinned = []
         return staged

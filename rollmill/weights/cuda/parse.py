@@ -18,7 +18,7 @@ from rollmill.weights.cuda import bitstring
 _MIN_SIZED = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["last_word", "num_chunks"])
 def _headers(words, last_word, starts, num_codes, num_chunks, counts, settings, lengths, bases, ends, errors, BLOCK: tl.constexpr):
     """Fills counts, settings (kg | mode << 8) and stream lengths in bits, all int32[chunks, 32]; `ends` is where the streams begin."""
     chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -61,7 +61,7 @@ def _headers(words, last_word, starts, num_codes, num_chunks, counts, settings, 
     tl.store(errors + chunk, bad.to(tl.int32), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["last_word", "num_jobs"])
 def _parse(
     words,
     last_word,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,21 +97,21 @@ def _swap(segments, tiles, positions, codes, keys, columns, sums, CODE: tl.const
 
 def swap(changes: Changes, keys: Keys, sums: torch.Tensor) -> None:
     """On the current stream: exchanges the codes and brings `sums`, the fingerprint without base values, along."""
-    if not len(changes.tiles):
-        return
-    _swap[(len(changes.tiles),)](
-        changes.segments,
-        changes.tiles,
-        changes.positions,
-        changes.codes,
-        keys.rows,
-        keys.columns,
-        sums,
-        CODE=_CODE[changes.unit_bytes],
-        BYTES=changes.unit_bytes,
-        BLOCK=BLOCK,
-        num_warps=4,
-    )
+    if len(changes.tiles):
+        _swap[(len(changes.tiles),)](*_arguments(changes, keys, sums), **_settings(changes))
+
+
+def compile_swap(changes: Changes, keys: Keys, sums: torch.Tensor) -> None:
+    """Makes the kernel ready, so that no compiler runs while an engine is paused."""
+    _swap.warmup(*_arguments(changes, keys, sums), grid=(1,), **_settings(changes))
+
+
+def _arguments(changes: Changes, keys: Keys, sums: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return changes.segments, changes.tiles, changes.positions, changes.codes, keys.rows, keys.columns, sums
+
+
+def _settings(changes: Changes) -> dict[str, Any]:
+    return {"CODE": _CODE[changes.unit_bytes], "BYTES": changes.unit_bytes, "BLOCK": BLOCK, "num_warps": 4}
 
 
 def stage(patches: Sequence[tuple[TensorPatch, Box, int, int]], upload: Upload) -> list[Changes]:
