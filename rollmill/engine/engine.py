@@ -24,7 +24,7 @@ from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateReques
 from rollmill.engine.scheduler import QueueFull, Scheduler, Sequence, SequenceState, Step, Update
 from rollmill.engine.slots import Slots
 from rollmill.model import Model, ModelConfig
-from rollmill.weights import Fingerprint, WrongWeights, fingerprint
+from rollmill.weights import Fingerprint, WrongBase, WrongWeights, fingerprint
 
 log = logging.getLogger(__name__)
 Posted = list[tuple[Sequence, Update]]
@@ -302,7 +302,7 @@ class Engine:
         began = time.monotonic()
         try:
             live = pending.swap()
-        except (WrongWeights, ValueError) as error:
+        except (WrongWeights, WrongBase) as error:
             self._refuse(pending.version, error)
             accepted = False
         else:

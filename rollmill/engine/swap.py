@@ -94,20 +94,26 @@ def follower_of(store: WeightStore, model: Model, *, replica: str = "", url: str
 
 
 class WeightWatch:
-    """One thread: poll, stage on the side, offer, wait for the swap, say what is served, poll again."""
+    """One thread: poll, stage on the side, offer, wait for the swap, poll again. Another says in the store what is served."""
 
     def __init__(self, engine: Engine, follower: Follower, *, poll_s: float = POLL_S) -> None:
         self._engine, self._follower, self._poll_s = engine, follower, poll_s
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="weight-watch", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._run, name="weight-watch", daemon=True),
+            # On its own, since staging can take minutes and a lease that ends meanwhile protects nothing from collection.
+            threading.Thread(target=self._renew, name="weight-lease", daemon=True),
+        ]
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def close(self, timeout_s: float = 10.0) -> None:
         self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(timeout_s)
 
     def _run(self) -> None:
         try:
@@ -119,13 +125,17 @@ class WeightWatch:
             if not self._stop.is_set():
                 self._engine.follow_problem = "the thread that follows the weight store died; see its log and restart the engine"
 
+    def _renew(self) -> None:
+        while not self._stop.is_set():
+            self._follower.renew(time.time())
+            self._stop.wait(self._poll_s)
+
     def _follow_once(self) -> None:
         failed_before = self._follower.stats().num_read_errors
         staged = self._follower.poll()
         if staged is not None:
             log.info("version %d staged: %d bytes read, %.0f ms", staged.version, staged.bytes_read, 1e3 * staged.prepare_s)
             self._engine.offer(staged.version, functools.partial(self._follower.swap, staged)).result(SWAP_DEADLINE_S)
-        self._follower.renew(time.time())
         stats = self._follower.stats()
         self._engine.follow_problem = stats.problem
         self._engine.metrics.follow_errors.inc(stats.num_read_errors - failed_before)

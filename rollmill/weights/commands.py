@@ -96,7 +96,7 @@ def pull_command(
 
 
 @_verb("log")
-def log_command(where: Where, limit: Annotated[int, typer.Option(help="how many versions")] = 50, as_json: AsJson = False) -> None:
+def log_command(where: Where, limit: Annotated[int, typer.Option(min=1, help="how many versions")] = 50, as_json: AsJson = False) -> None:
     """The chain of published versions, newest first."""
     from itertools import islice
 
@@ -142,6 +142,8 @@ def verify_command(
 
     store = _store(where)
     problems = verify(store, version=_version(store, which) if which else None)
+    if not problems and not store.versions():
+        raise ValueError(f"nothing was published in {store} yet, so there is nothing to verify")
     if as_json:
         _json({"is_whole": not problems, "problems": problems})
     else:
@@ -209,7 +211,7 @@ def compact_command(where: Where) -> None:
 def gc_command(
     where: Where,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
-    grace_s: Annotated[float | None, typer.Option(help="seconds that anything unfinished is left alone")] = None,
+    grace_s: Annotated[float | None, typer.Option(min=0, help="seconds that anything unfinished is left alone")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Delete what no live replica, tag or late joiner needs: first the ways, and after a grace period the bytes."""
@@ -249,6 +251,7 @@ def tag_command(
 ) -> None:
     """List tags, set one or delete one. A tagged version is never collected."""
     from rollmill.weights.manifest import Tag, check_name
+    from rollmill.weights.plan import reachable
 
     store = _store(where)
     tags = {tag.name: tag for tag in store.tags()}
@@ -269,7 +272,8 @@ def tag_command(
     if name.isdigit() or name == "latest":
         raise ValueError(f"a tag named {name!r} could be taken for a version; choose another name")
     version = _version(store, which)
-    store.version(version)
+    if version not in reachable(store.routes()):
+        raise ValueError(f"no route leads to version {version} any more, so a tag cannot keep it: it is being collected, or damaged")
     store.tag(Tag(name=name, version=version, created=time.time(), note=note))
     typer.echo(f"tagged version {version} as {name}; collection will keep it")
     _next(f"export {where} DIRECTORY --version {name}", "write it as plain files")
@@ -354,7 +358,7 @@ def _version(store: WeightStore, which: str) -> int:
         raise ValueError(f"nothing was published in {store} yet; `rollmill weights publish STORE DIRECTORY` does it")
     if which == "latest":
         return pointer.version
-    if not which.isdigit():
+    if not which.isdecimal():
         tags = {tag.name: tag.version for tag in store.tags()}
         if which not in tags:
             known = f"; tags are {', '.join(sorted(tags))}" if tags else ""

@@ -29,6 +29,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 Bytes = Mapping[str, np.ndarray]
 """name -> uint8, the bytes of the held box."""
+Done = tuple[str, Lanes, Coded | None]
+"""(name of the tensor, the cell's part of its fingerprint, the cell as stored; None when it did not change)."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,15 +85,24 @@ def write_part(
 ) -> Part:
     """Code what `held` of the new bytes differs from the old (everything without old) and put it into the store."""
     assert (base is None) == (old is None)
+
+    def code(item: Work) -> Done:
+        return code_cell(item, new[item.name], None if old is None else old[item.name])
+
+    threads = workers or num_workers(sum(array.nbytes for array in new.values()))
+    done = in_order(code, list(works_of(schema, held)), workers=threads)
+    return write_cells(store, schema, done, kind=kind, version=version, base=base, rank=rank)
+
+
+def write_cells(
+    store: WeightStore, schema: Schema, cells: Iterable[Done], *, kind: Kind, version: int, base: int | None, rank: int = 0
+) -> Part:
+    """Put coded cells, as they come, into one pack. Cells that did not change are told too: their sums belong to the fingerprint."""
     start = time.monotonic()
     sums: dict[str, Lanes] = {}
-    work = list(_cells(schema, held))
-
-    def code(item: _Work) -> tuple[str, Lanes, Coded | None]:
-        return _code(item, new[item.name], None if old is None else old[item.name])
 
     def stream() -> Iterator[Coded]:
-        for name, lanes, coded in in_order(code, work, workers=workers or num_workers(sum(array.nbytes for array in new.values()))):
+        for name, lanes, coded in cells:
             sums[name] = add(sums.get(name, (0, 0)), lanes)
             if coded is not None:
                 yield coded
@@ -135,7 +146,9 @@ def commit(
     return record
 
 
-class _Work(msgspec.Struct, frozen=True):
+class Work(msgspec.Struct, frozen=True):
+    """One cell to be coded: where it stands in the schema, in its tensor and in what is held."""
+
     name: str
     tensor: int
     place: int
@@ -146,17 +159,19 @@ class _Work(msgspec.Struct, frozen=True):
     seeds: Lanes
 
 
-def _cells(schema: Schema, held: Mapping[str, Held]) -> Iterator[_Work]:
+def works_of(schema: Schema, held: Mapping[str, Held]) -> Iterator[Work]:
+    """The held cells in schema order."""
     for tensor, spec in enumerate(schema.tensors):
         if (part := held.get(spec.name)) is None:
             continue
         seeds = seeds_of(spec.name, spec.dtype, spec.shape)
         for place, cell in enumerate(spec.cells(schema.chunk_elements)):
             if (local := part.local(cell)) is not None:
-                yield _Work(spec.name, tensor, place, cell, local, spec.dtype, spec.item_bytes, seeds)
+                yield Work(spec.name, tensor, place, cell, local, spec.dtype, spec.item_bytes, seeds)
 
 
-def _code(item: _Work, new: np.ndarray, old: np.ndarray | None) -> tuple[str, Lanes, Coded | None]:
+def code_cell(item: Work, new: np.ndarray, old: np.ndarray | None) -> Done:
+    """From the bytes of the held boxes."""
     size = item.item_bytes
     now = cell_bytes(new, item.local, size)
     lanes = cell_part(words_of(now, size), item.cell, item.seeds, per_element=words_per_element(size))

@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from rollmill.weights.encode import in_order, num_workers
 from rollmill.weights.errors import CorruptSnapshot, UnknownFormat, WrongBase, WrongWeights
-from rollmill.weights.live import LiveWeights, TensorPatch
+from rollmill.weights.live import CellStager, CodedCell, LiveWeights, TensorPatch
 from rollmill.weights.manifest import Lease, Route, Version, version_key
 from rollmill.weights.pack import Entry
 from rollmill.weights.peer import fetch_from_peer
@@ -328,34 +328,48 @@ class Follower:
         if held is None and self._load_from_peer(record, schema):
             path = ()
         hops = [OpenRoute(self._store, route) for route in path if route.packs]
-        fresh = bool(path) and path[0].base is None
-        parts = self.live.held()
-        expected = record.print_of(schema)
-        num_changed = 0
-        patch: Any
+        workers, parts, expected = num_workers(schema.num_bytes), self.live.held(), record.print_of(schema)
         if held is None:
-            for _ in in_order(self._load, works(hops, schema, parts), workers=num_workers(schema.num_bytes)):
+            for _ in in_order(self._load, works(hops, schema, parts), workers=workers):
                 pass
             num_changed, patch = record.raw_bytes, self.live.stage([])
+        elif isinstance(self.live, CellStager) and len(hops) == 1 and path[0].base is not None:
+            num_changed, patch = self._stage_where_they_lie(self.live, hops, schema)
         else:
-            patches = [
-                p for p in in_order(lambda w: self._patch(w, fresh), works(hops, schema, parts), workers=num_workers(schema.num_bytes)) if p
-            ]
+            fresh = bool(path) and path[0].base is None
+            patches = list(in_order(lambda work: self._patch(work, fresh), works(hops, schema, parts), workers=workers))
             if self._agree is None:
                 self._check_patches(patches, held.fingerprint, expected, path)
-            num_changed = sum(len(p.positions) for p in patches)
-            patch = self.live.stage(patches)
+            num_changed, patch = sum(len(p.positions) for p in patches), self.live.stage(patches)
         done = time.monotonic()
         return Staged(
-            version=record.version, step=record.step, base_version=None if held is None else held.version, schema=schema, fingerprint=expected,
-            num_changed=num_changed, bytes_read=sum(hop.bytes_read for hop in hops), num_packs=sum(len(r.packs) for r in path),
-            timings_s={"plan": fetching - planning, "fetch_decode": done - fetching}, patch=patch,
+            version=record.version, step=record.step, base_version=None if held is None else held.version, schema=schema,
+            fingerprint=expected, num_changed=num_changed, bytes_read=sum(hop.bytes_read for hop in hops),
+            num_packs=sum(len(r.packs) for r in path), patch=patch,
+            timings_s={"plan": fetching - planning, "fetch_decode": done - fetching},
         )  # fmt: skip
+
+    def _stage_where_they_lie(self, live: CellStager, hops: Sequence[OpenRoute], schema: Schema) -> tuple[int, Any]:
+        """One delta, decoded by the device that holds the weights; no weight comes to the host."""
+        found = [(w.held.spec.name, cell, steps[0]) for w in works(hops, schema, live.held()) for cell, _, steps in w.cells]
+        cells = [CodedCell(name=name, cell=cell, payload=payload) for name, cell, (_, _, payload) in found]
+        try:
+            staged = live.stage_cells(cells)
+        except CorruptSnapshot as error:
+            # Every payload is the one that was published, so it is the live weights that are not its base.
+            raise WrongBase(f"the live weights do not take the delta: {error}") from error
+        return sum(entry.num_changed for _, _, (_, entry, _) in found), staged
 
     def _load_from_peer(self, record: Version, schema: Schema) -> bool:
         """Take the weights to start from out of a replica that serves them: nearer than any store. False: the store has to give them."""
         now = time.time()
-        serving = [lease for lease in self._store.leases() if lease.url and lease.version == record.version and lease.expires > now]
+        try:
+            leases = self._store.leases()
+        except UnknownFormat as error:
+            # One replica of a newer Rollmill; the store gives the weights as well.
+            log.warning("weights: no replica can be asked for weights: %s", error)
+            return False
+        serving = [lease for lease in leases if lease.url and lease.version == record.version and lease.expires > now]
         peers = [lease for lease in serving if lease.replica != self._replica]
         # Joiners that start together begin with different peers.
         for peer in sorted(peers, key=lambda p: blake3(f"{self._replica} {p.replica}".encode()).digest())[:_MAX_PEERS]:

@@ -191,6 +191,8 @@ def _look(store: WeightStore, ref: PackRef) -> tuple[list[Entry], Counter[int]]:
 
 def _top_lines(store: WeightStore, record: Version, entries: Sequence[Entry]) -> list[str]:
     specs = store.schema(record.schema).tensors
+    if strange := [entry.tensor for entry in entries if not 0 <= entry.tensor < len(specs)]:
+        raise CorruptSnapshot(f"it names tensor {strange[0]} of {len(specs)}")
     changed, num_bytes = Counter[int](), Counter[int]()
     for entry in entries:
         changed[entry.tensor] += entry.num_changed

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from rollmill.weights.proof import Lanes, change
-from rollmill.weights.schema import positions_in_tensor
+from rollmill.weights.schema import Cell, positions_in_tensor
 from rollmill.weights.shard import Held
 
 if TYPE_CHECKING:
@@ -68,6 +68,26 @@ class LiveWeights(Protocol):
         """The held part of every tensor's fingerprint, recomputed from the live memory."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CodedCell:
+    """One cell of a delta as it is stored, e.g. 1,048,576 bfloat16 of which 12,000 changed in about 10,600 bytes."""
+
+    name: str
+    cell: Cell
+    """In the global tensor."""
+    payload: bytes | memoryview
+    """Codec byte and body, as docs/formats/chunk.md has them."""
+    num_changed: int = 0
+
+
+@runtime_checkable
+class CellStager(LiveWeights, Protocol):
+    """Live weights that decode a delta where they lie."""
+
+    def stage_cells(self, cells: Sequence[CodedCell]) -> Any:
+        """As `stage`, from coded cells of one delta on the live weights; raises CorruptSnapshot when they do not fit, touching nothing."""
+
+
 class HostWeights:
     """Live weights in host memory: plain torch tensors in the serving dtype, patched in place."""
 
@@ -77,8 +97,9 @@ class HostWeights:
         from rollmill.weights.shard import check_sizes, whole
 
         for name, tensor in tensors.items():
-            if tensor.device.type != "cpu" or not tensor.is_contiguous():
-                raise ValueError(f"{name} must be a contiguous tensor in host memory, to be patched in place")
+            # A conjugated or negated view is read through a copy, and a patch of the copy would be proved and never served.
+            if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+                raise ValueError(f"{name} must be a contiguous plain tensor in host memory, to be patched in place")
         self.tensors = dict(tensors)
         self._held = held or {
             name: whole(TensorSpec(name=name, dtype=dtype_name(t.dtype), shape=tuple(t.shape))) for name, t in tensors.items()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from blake3 import blake3
@@ -20,6 +20,10 @@ from rollmill.weights.schema import Schema
 
 FORMAT = 2
 Record = TypeVar("Record", bound=msgspec.Struct)
+# What becomes part of a key or of a range is looked at when the record is read: a strange one is of another form, not a crash later.
+Count = Annotated[int, msgspec.Meta(ge=0)]
+SchemaName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,100}$")]
+PackKey = Annotated[str, msgspec.Meta(pattern=r"^packs/[A-Za-z0-9_-]{1,100}/[A-Za-z0-9_-]{1,100}\.pack$")]
 
 
 class Kind(StrEnum):
@@ -36,12 +40,12 @@ class Kind(StrEnum):
 class PackRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One object with coded cells; a route has one per publishing rank."""
 
-    key: str
+    key: PackKey
     """e.g. `packs/00000016/delta-0000.pack`."""
-    num_bytes: int
+    num_bytes: Count
     digest: str
     """BLAKE3 of the whole object before its trailing digest, hex."""
-    index_bytes: int
+    index_bytes: Count
     index_digest: str
     """BLAKE3 of the index alone, hex, so that a reader of a few cells can trust where they lie."""
 
@@ -66,7 +70,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kind: Kind
     version: int
     base: int | None
-    schema: str
+    schema: SchemaName
     packs: tuple[PackRef, ...]
     writer: str
     created: float
@@ -91,7 +95,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Grows by one at every roll-back and whenever a trainer goes on from other weights than those last published."""
     restores: int | None = None
     """Set by a roll-back: the version whose bits these are."""
-    schema: str
+    schema: SchemaName
     """Digest of the tensor table."""
     fingerprint: str
     """The total over all tensors, 32 hex digits."""
@@ -114,6 +118,8 @@ class Version(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def print_of(self, schema: Schema) -> Fingerprint:
         assert schema.digest == self.schema
+        if len(self.tensors) != len(schema.tensors):
+            raise CorruptSnapshot(f"{self.key} has fingerprints of {len(self.tensors)} tensors, its schema has {len(schema.tensors)}")
         names = (spec.name for spec in schema.tensors)
         return Fingerprint(total=self.fingerprint, tensors=dict(zip(names, self.tensors, strict=True)))
 

@@ -134,6 +134,8 @@ def check_whole(data: bytes | memoryview, ref: PackRef) -> None:
 def index_range(ref: PackRef) -> tuple[int, int]:
     """Where the index of a pack lies."""
     stop = ref.num_bytes - TAIL_BYTES
+    if stop - ref.index_bytes < len(MAGIC):
+        raise CorruptSnapshot(f"{ref.key}: an index of {ref.index_bytes} bytes does not fit into a pack of {ref.num_bytes}")
     return stop - ref.index_bytes, stop
 
 

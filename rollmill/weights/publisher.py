@@ -11,17 +11,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-import numpy as np
 import torch
 
-from rollmill.weights.bits import copied_bytes, dtype_name
-from rollmill.weights.encode import commit, write_part
+from rollmill.weights.bits import dtype_name
+from rollmill.weights.encode import commit
 from rollmill.weights.errors import CorruptSnapshot, PublishFailed
 from rollmill.weights.manifest import Kind, Pointer, Route, Version
 from rollmill.weights.proof import Fingerprint, fingerprint
 from rollmill.weights.reader import materialise
 from rollmill.weights.schema import Schema, make_schema
-from rollmill.weights.shard import all_of
+from rollmill.weights.snapshot import HostSnapshot, Snapshot, take_snapshot
 from rollmill.weights.store import WeightStore
 
 log = logging.getLogger(__name__)
@@ -70,15 +69,13 @@ class PublisherStats:
 class _Job:
     version: int
     step: int
-    schema: Schema
-    data: dict[str, np.ndarray]
+    snapshot: Snapshot
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Base:
     version: int
-    schema: Schema
-    data: dict[str, np.ndarray]
+    snapshot: Snapshot
 
 
 class Publisher:
@@ -132,12 +129,11 @@ class Publisher:
                 if self._closed:
                     raise ValueError("this publisher is closed; make a new one to publish more")
             # Copied and numbered outside the lock, so that the thread can finish its work meanwhile.
-            schema = self._schema(tensors)
-            data = {name: copied_bytes(tensor) for name, tensor in tensors.items()}
+            snapshot = take_snapshot(self._schema(tensors), tensors)
             version = self._store.reserve()
             with self._changed:
                 self._raise_error()
-                self._pending = _Job(version=version, step=step, schema=schema, data=data)
+                self._pending = _Job(version=version, step=step, snapshot=snapshot)
                 self._changed.notify_all()
             return version
 
@@ -151,8 +147,7 @@ class Publisher:
         if record is not None:
             schema = self._schema(tensors)
             if record.schema == schema.digest and record.fingerprint == fingerprint(tensors).total:
-                data = {name: copied_bytes(tensor) for name, tensor in tensors.items()}
-                self._base = _Base(version=record.version, schema=schema, data=data)
+                self._base = _Base(version=record.version, snapshot=take_snapshot(schema, tensors))
                 return record.version
             self._base = self._rebuilt(record, schema)
         if self._latest is not None:
@@ -221,21 +216,18 @@ class Publisher:
                 self._changed.notify_all()
 
     def _publish(self, job: _Job) -> None:
-        base = self._base if self._base is not None and self._base.schema == job.schema else None
-        kind = Kind.FULL if base is None else Kind.DELTA
-        held = all_of(job.schema)
-        part = write_part(
-            self._store, job.schema, kind=kind, version=job.version, base=None if base is None else base.version,
-            held=held, new=job.data, old=None if base is None else base.data,
-        )  # fmt: skip
+        snapshot, schema = job.snapshot, job.snapshot.schema
+        base = self._base if self._base is not None and self._base.snapshot.schema == schema else None
+        kind, base_version = (Kind.FULL, None) if base is None else (Kind.DELTA, base.version)
+        part = snapshot.write(self._store, version=job.version, base=base_version, old=None if base is None else base.snapshot)
         num_bytes, committing = part.pack.num_bytes, time.monotonic()
         if base is not None and self._is_damaged():
             num_bytes += self._add_full(job)
         record = commit(
-            self._store, job.schema, [part], kind=kind, version=job.version, base=None if base is None else base.version,
+            self._store, schema, [part], kind=kind, version=job.version, base=base_version,
             expected=self._latest, step=job.step, run_id=self._run_id, writer=self._writer, epoch=self._epoch,
         )  # fmt: skip
-        self._latest, self._base = job.version, _Base(version=job.version, schema=job.schema, data=job.data)
+        self._latest, self._base = job.version, _Base(version=job.version, snapshot=snapshot)
         published = Published(
             version=job.version,
             step=job.step,
@@ -244,7 +236,7 @@ class Publisher:
             delta_bytes=None if base is None else part.pack.num_bytes,
             full_bytes=record.raw_bytes,
             num_changed=record.num_changed,
-            fingerprint=record.print_of(job.schema),
+            fingerprint=record.print_of(schema),
             encode_s=part.encode_s,
             write_s=time.monotonic() - committing,
         )
@@ -253,11 +245,9 @@ class Publisher:
 
     def _add_full(self, job: _Job) -> int:
         """A second route to the same version, for replicas that damage has cut off."""
-        part = write_part(
-            self._store, job.schema, kind=Kind.FULL, version=job.version, base=None, held=all_of(job.schema), new=job.data, old=None
-        )
+        part = job.snapshot.write(self._store, version=job.version, base=None, old=None)
         route = Route(
-            kind=Kind.FULL, version=job.version, base=None, schema=job.schema.digest, packs=(part.pack,),
+            kind=Kind.FULL, version=job.version, base=None, schema=job.snapshot.schema.digest, packs=(part.pack,),
             writer=self._writer, created=time.time(),
         )  # fmt: skip
         self._store.add_route(route)
@@ -287,7 +277,7 @@ class Publisher:
         except CorruptSnapshot as error:
             log.warning("version %d cannot be rebuilt (%s); the next version is a full one", record.version, error)
             return None
-        return _Base(version=record.version, schema=schema, data=data)
+        return _Base(version=record.version, snapshot=HostSnapshot(schema, data))
 
     def _count(self, published: Published) -> None:
         with self._changed:

@@ -242,9 +242,8 @@ def replay(store: WeightStore, route: Route, record: Version | None, schema: Sch
     Without its record only each cell is proved. Raises Damaged or WrongBase; the bytes are of no use then.
     """
     _move([OpenRoute(store, route)], schema, all_of(schema), data, num_workers(schema.num_bytes))
-    if record is not None:
-        if wrong := _wrong(record, schema, data):
-            raise Damaged(route.name.key, wrong)
+    if record is not None and (wrong := _wrong(record, schema, data)):
+        raise Damaged(route.name.key, wrong)
 
 
 def _follow(

@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -53,7 +54,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     name: str
     dtype: str
     """The torch dtype without its prefix, or `packed_uint4`: two codes a byte, whose bytes are then the elements."""
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
     row_cuts: tuple[int, ...] = ()
     """Rows at which a new box begins, ascending, without 0 and the end."""
     col_cuts: tuple[int, ...] = ()
@@ -86,7 +87,7 @@ class Schema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     format: int = 1
     tensors: tuple[TensorSpec, ...]
-    chunk_elements: int = CHUNK_ELEMENTS
+    chunk_elements: Annotated[int, msgspec.Meta(ge=1, le=CHUNK_ELEMENTS)] = CHUNK_ELEMENTS
     quantiser: str = ""
     """Name and version of the function that made quantised tensors, e.g. `fp8_block128_pow2/1`; empty: plain casts."""
 

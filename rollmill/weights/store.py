@@ -147,6 +147,9 @@ class WeightStore:
         """A version number that nobody was given before or will be given again."""
         for _ in range(_RESERVE_TRIES):
             number, tag = self._last_number()
+            # An old copy of the counter must not give out published numbers: the packs of those would be written over.
+            with suppress(CorruptSnapshot):
+                number = max(number, -1 if (pointer := self.latest()) is None else pointer.version)
             try:
                 self.objects.swap(RESERVED, seal(Pointer(version=number + 1)), expected=tag)
             except SwapLost:

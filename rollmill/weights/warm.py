@@ -1,4 +1,4 @@
-"""`python -m rollmill.weights.warm` compiles the loops for the common dtypes and leaves them in numba's cache, so that no run waits for it."""
+"""`python -m rollmill.weights.warm` compiles the loops of the common dtypes into the cache of numba, so that no run waits for it."""
 
 from __future__ import annotations
 

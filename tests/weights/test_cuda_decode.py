@@ -11,10 +11,10 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 from rollmill.weights.chunk import Codec, elements_of, encode, reference
-from rollmill.weights.cuda.cells import CodedCell
 from rollmill.weights.cuda.live import CudaWeights
 from rollmill.weights.encode import cell_bytes
 from rollmill.weights.errors import CorruptSnapshot
+from rollmill.weights.live import CodedCell
 from rollmill.weights.schema import Cell, TensorSpec
 from rollmill.weights.shard import Held, columns_of, rows_of, whole
 

@@ -9,20 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollmill.weights.cuda.cells import CellEncoder, CodedCell
+    from rollmill.weights.cuda.cells import CellEncoder
     from rollmill.weights.cuda.fingerprint import FingerprintPlan, fingerprint_tensors
     from rollmill.weights.cuda.live import CudaWeights
     from rollmill.weights.cuda.patch import StagedPatch
 
 _HOME = {
-    "CodedCell": "cells",
     "CudaWeights": "live",
     "FingerprintPlan": "fingerprint",
     "StagedPatch": "patch",
     "CellEncoder": "cells",
     "fingerprint_tensors": "fingerprint",
 }
-__all__ = ["CellEncoder", "CodedCell", "CudaWeights", "FingerprintPlan", "StagedPatch", "fingerprint_tensors"]
+__all__ = ["CellEncoder", "CudaWeights", "FingerprintPlan", "StagedPatch", "fingerprint_tensors"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,21 +12,10 @@ from rollmill.weights.cuda.classes import Chunks
 from rollmill.weights.cuda.encode import encode_chunks
 from rollmill.weights.cuda.fingerprint import FingerprintPlan
 from rollmill.weights.cuda.place import Box, Piece, box_of, pieces_of
+from rollmill.weights.live import CodedCell
 from rollmill.weights.proof import Lanes
 from rollmill.weights.schema import CHUNK_ELEMENTS, Cell
 from rollmill.weights.shard import Held
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodedCell:
-    """One cell of a delta as it is stored, e.g. 1,048,576 bfloat16 of which 12,000 changed in about 10,600 bytes."""
-
-    name: str
-    cell: Cell
-    """In the global tensor."""
-    payload: bytes | memoryview
-    """Codec byte and body, as docs/formats/chunk.md has them."""
-    num_changed: int = 0
 
 
 class CellEncoder:

@@ -65,11 +65,23 @@ def popcount(x):
 
 
 @triton.jit
-def _matches(live, first, limit, low, extent, width, memory_stride, SHIFT: tl.constexpr, MASK: tl.constexpr, PLAIN: tl.constexpr):
+def _matches(
+    live,
+    first,
+    limit,
+    low,
+    extent,
+    width,
+    memory_stride,
+    SHIFT: tl.constexpr,
+    MASK: tl.constexpr,
+    PLAIN: tl.constexpr,
+):
     """Bit i: element `first` + i, of 32, has a raw class from `low` to `low` + `extent`. A lane looks at elements of its own."""
     found = tl.zeros_like(first).to(tl.uint32)
     offset = tl.arange(0, 8)
-    for part in range(4):
+    # Unrolled, so that all loads of a lane are in flight together: a rolled loop took 1.8 times as long.
+    for part in tl.static_range(4):
         element = (first + part * 8)[:, None] + offset[None, :]
         there = element < limit
         code = tl.load(live + place_of(element, width, memory_stride, PLAIN), mask=there, other=0).to(tl.int32)
@@ -80,7 +92,18 @@ def _matches(live, first, limit, low, extent, width, memory_stride, SHIFT: tl.co
 
 
 @triton.jit
-def class_matches(live, first, limit, kind, base, width, memory_stride, SHIFT: tl.constexpr, MASK: tl.constexpr, PLAIN: tl.constexpr):
+def class_matches(
+    live,
+    first,
+    limit,
+    kind,
+    base,
+    width,
+    memory_stride,
+    SHIFT: tl.constexpr,
+    MASK: tl.constexpr,
+    PLAIN: tl.constexpr,
+):
     """Which of the 128 elements from `first` on are of class `kind`: four words of 32 bits."""
     # The lowest and the highest class take in every raw class beyond them.
     low = tl.where(kind == 0, 0, kind + base)

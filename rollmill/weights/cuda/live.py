@@ -13,14 +13,14 @@ import torch
 from rollmill.weights import chunk
 from rollmill.weights.bits import host_bytes
 from rollmill.weights.chunk import Codec, elements_of
-from rollmill.weights.cuda.cells import CodedCell, chunks_of, joined, local_cell
+from rollmill.weights.cuda.cells import chunks_of, joined, local_cell
 from rollmill.weights.cuda.classes import Chunks
 from rollmill.weights.cuda.decode import decode_chunks
 from rollmill.weights.cuda.fingerprint import FingerprintPlan
 from rollmill.weights.cuda.patch import Changes, StagedPatch, Upload, compile_swap, stage, swap
 from rollmill.weights.cuda.place import Keys, box_of, pieces_of
 from rollmill.weights.encode import cell_bytes
-from rollmill.weights.live import TensorPatch
+from rollmill.weights.live import CodedCell, TensorPatch
 from rollmill.weights.proof import Lanes
 from rollmill.weights.schema import Cell, positions_in_tensor
 from rollmill.weights.shard import Held
@@ -100,16 +100,14 @@ class CudaWeights:
         return self._staged(changes, [self._on_host(name, coded) for name, coded in others.items()])
 
     def apply(self, staged: StagedPatch) -> None:
-        """Swaps the changes in, on the current stream; returns before the device has finished."""
-        if staged.applied:
-            raise ValueError("this patch is applied already; revert it first")
-        self._swap(staged)
+        """Swaps the changes in, on the current stream; returns before the device has finished. Twice is once."""
+        if not staged.applied:
+            self._swap(staged)
 
     def revert(self, staged: StagedPatch) -> None:
-        """Puts every replaced code back."""
-        if not staged.applied:
-            raise ValueError("this patch is not applied; nothing to revert")
-        self._swap(staged)
+        """Puts every replaced code back; nothing to do when the patch is not applied."""
+        if staged.applied:
+            self._swap(staged)
 
     def lanes(self) -> dict[str, Lanes]:
         """The held part of every tensor's fingerprint, recomputed from the live memory in one pass."""
