@@ -20,7 +20,7 @@ from rollmill.weights.manifest import Kind, Pointer, Route, Version
 from rollmill.weights.proof import Fingerprint, fingerprint
 from rollmill.weights.reader import materialise
 from rollmill.weights.schema import Schema, make_schema
-from rollmill.weights.snapshot import HostSnapshot, Snapshot, take_snapshot
+from rollmill.weights.snapshot import HostSnapshot, Snapshot, SnapshotTaker
 from rollmill.weights.store import WeightStore
 
 log = logging.getLogger(__name__)
@@ -101,6 +101,7 @@ class Publisher:
         self._on_published = on_published
         self._row_cuts, self._col_cuts = row_cuts, col_cuts
         self._quantiser = quantiser
+        self._snapshots = SnapshotTaker()
         pointer = _pointer(store)
         self._latest = None if pointer is None else pointer.version
         self._epoch = 0 if pointer is None else pointer.epoch
@@ -129,7 +130,7 @@ class Publisher:
                 if self._closed:
                     raise ValueError("this publisher is closed; make a new one to publish more")
             # Copied and numbered outside the lock, so that the thread can finish its work meanwhile.
-            snapshot = take_snapshot(self._schema(tensors), tensors)
+            snapshot = self._snapshots.take(self._schema(tensors), tensors)
             version = self._store.reserve()
             with self._changed:
                 self._raise_error()
@@ -147,7 +148,7 @@ class Publisher:
         if record is not None:
             schema = self._schema(tensors)
             if record.schema == schema.digest and record.fingerprint == fingerprint(tensors).total:
-                self._base = _Base(version=record.version, snapshot=take_snapshot(schema, tensors))
+                self._base = _Base(version=record.version, snapshot=self._snapshots.take(schema, tensors))
                 return record.version
             self._base = self._rebuilt(record, schema)
         if self._latest is not None:
@@ -227,6 +228,8 @@ class Publisher:
             self._store, schema, [part], kind=kind, version=job.version, base=base_version,
             expected=self._latest, step=job.step, run_id=self._run_id, writer=self._writer, epoch=self._epoch,
         )  # fmt: skip
+        if self._base is not None:
+            self._base.snapshot.release()
         self._latest, self._base = job.version, _Base(version=job.version, snapshot=snapshot)
         published = Published(
             version=job.version,

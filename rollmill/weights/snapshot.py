@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from rollmill.weights.manifest import Kind
 from rollmill.weights.schema import Schema
 from rollmill.weights.shard import all_of
 from rollmill.weights.store import WeightStore
+
+if TYPE_CHECKING:
+    from rollmill.weights.cuda.snapshot import CudaPool
 
 
 class Snapshot(Protocol):
@@ -27,6 +30,9 @@ class Snapshot(Protocol):
 
     def write(self, store: WeightStore, *, version: int, base: int | None, old: Snapshot | None) -> Part:
         """Put what differs from `old` (everything without it) into the store."""
+
+    def release(self) -> None:
+        """Nobody asks this snapshot for anything any more: its memory may hold another."""
 
 
 class HostSnapshot:
@@ -44,11 +50,23 @@ class HostSnapshot:
             held=all_of(self.schema), new=self._data, old=None if old is None else old.host_bytes(),
         )  # fmt: skip
 
+    def release(self) -> None:
+        self._data = {}
 
-def take_snapshot(schema: Schema, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
-    """Copy the tensors where they are: on one CUDA device they stay there, else they are brought into host memory."""
-    if tensors and len({tensor.device for tensor in tensors.values()}) == 1 and next(iter(tensors.values())).is_cuda:
-        from rollmill.weights.cuda.snapshot import CudaSnapshot
 
-        return CudaSnapshot(schema, tensors)
-    return HostSnapshot(schema, {name: copied_bytes(tensor) for name, tensor in tensors.items()})
+class SnapshotTaker:
+    """Copies weights where they are: on one CUDA device they stay there, else they are brought into host memory."""
+
+    def __init__(self) -> None:
+        self._pools: dict[tuple[str, torch.device], CudaPool] = {}
+
+    def take(self, schema: Schema, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
+        devices = {tensor.device for tensor in tensors.values()}
+        if len(devices) == 1 and (device := devices.pop()).type == "cuda":
+            from rollmill.weights.cuda.snapshot import CudaPool
+
+            key = (schema.digest, device)
+            if key not in self._pools:
+                self._pools = {key: CudaPool(schema, device)}
+            return self._pools[key].take(tensors)
+        return HostSnapshot(schema, {name: copied_bytes(tensor) for name, tensor in tensors.items()})

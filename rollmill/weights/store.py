@@ -93,25 +93,28 @@ class WeightStore:
 
     def lineage(self, *, start: int | None = None) -> Iterator[Version]:
         """From `start` (or latest) back through everything that was ever served, down to the floor."""
-        floor = self.floor().version
+        return self._back(start, self.floor())
+
+    def _back(self, start: int | None, floor: Floor) -> Iterator[Version]:
         pointer = self.latest() if start is None else None
         at = start if start is not None else (pointer.version if pointer else None)
         while at is not None:
             found = self.version(at)
             yield found
-            at = found.previous if at > floor else None
+            at = found.previous if at > floor.version else None
 
     def line(self, *, known: Sequence[Place] = ()) -> list[Place]:
         """The lineage of latest, oldest first. What `known`, a line seen before, holds already is not read again."""
         seen = {place.version: index for index, place in enumerate(known)}
         fresh: list[Version] = []
         older: Sequence[Place] = ()
-        for record in self.lineage():
+        # One floor for the walk and for the count: a collector may raise it in between.
+        floor = self.floor()
+        for record in self._back(None, floor):
             if record.version in seen:
                 older = known[: seen[record.version] + 1]
                 break
             fresh.append(record)
-        floor = self.floor()
         first = floor.position if fresh and fresh[-1].version == floor.version else 0
         first = older[-1].position + 1 if older else first
         newer = [

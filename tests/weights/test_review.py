@@ -28,7 +28,7 @@ from rollmill.weights.gc import collect
 from rollmill.weights.history import show
 from rollmill.weights.interop.hf import read_directory
 from rollmill.weights.interop.pull import pull
-from rollmill.weights.manifest import Kind, PackRef, Pointer, seal
+from rollmill.weights.manifest import Floor, Kind, PackRef, Pointer, seal
 from rollmill.weights.objects import ReadOnly, StoreUnavailable
 from rollmill.weights.pack import index_range
 from rollmill.weights.proof import Lanes
@@ -426,6 +426,28 @@ def test_compactor_collector_and_joiners_side_by_side_quarantine_nothing() -> No
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
     assert problems == [] and store.quarantined() == {}
+
+
+class RisingFloor(MemoryObjects):
+    """A collector raises the floor after its first reading."""
+
+    next_floor: bytes = b""
+
+    def get(self, key: str) -> tuple[bytes, str]:
+        found = super().get(key)
+        if key == "floor.json" and self.next_floor:
+            self._set(key, self.next_floor)
+        return found
+
+
+def test_places_on_the_line_stay_what_they_are_while_a_collector_raises_the_floor() -> None:
+    objects = RisingFloor()
+    store = WeightStore(objects)
+    for step in range(8):
+        publish(store, step)
+    store.raise_floor(Floor(version=2, position=2))
+    objects.next_floor = seal(Floor(version=4, position=4))
+    assert [place.position for place in store.line() if place.version >= 4] == [4, 5, 6, 7]
 
 
 # The command line.

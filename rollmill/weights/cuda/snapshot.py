@@ -1,7 +1,11 @@
-"""A copy of the weights on their CUDA device, coded there against the copy before it: only the small delta comes to the host."""
+"""Copies of the weights on their CUDA device, each coded there against the one before it: only the small delta comes to the host.
+
+Buffers are used again, because the tables for coding hold addresses and take longer to make than to use.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -21,17 +25,62 @@ from rollmill.weights.store import WeightStore
 
 # As on the host: above this share of the raw bytes another codec may be smaller, and the host chooses.
 _DELTA_IS_GOOD = 0.25
+Buffers = dict[str, torch.Tensor]
+
+
+class CudaPool:
+    """The buffers of one schema on one device: at most as many as snapshots live at once, which a publisher keeps to three."""
+
+    def __init__(self, schema: Schema, device: torch.device) -> None:
+        self.schema, self.device = schema, device
+        self.on_device = tuple(s.name for s in schema.tensors if _is_coded_here(s.dtype) and s.num_elements)
+        self.stream = torch.cuda.Stream(device)
+        self._free: list[Buffers] = []
+        self._encoders: dict[tuple[int, int], CellEncoder] = {}
+        self._lock = threading.Lock()
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> CudaSnapshot:
+        """Copies on the current stream; the caller may go on writing into the tensors in that stream's order."""
+        with self._lock:
+            buffers = (
+                self._free.pop()
+                if self._free
+                else {name: torch.empty_like(t, memory_format=torch.contiguous_format) for name, t in tensors.items()}
+            )
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                buffers[name].copy_(tensor.detach())
+        return CudaSnapshot(self, buffers)
+
+    def give_back(self, buffers: Buffers) -> None:
+        with self._lock:
+            self._free.append(buffers)
+
+    def encoder(self, old: Buffers, new: Buffers) -> CellEncoder:
+        """Of two sets of buffers, whose addresses never change."""
+        key = (id(old), id(new))
+        if key not in self._encoders:
+            held = all_of(self.schema)
+            self._encoders[key] = CellEncoder(
+                {name: old[name] for name in self.on_device},
+                {name: new[name] for name in self.on_device},
+                held={name: held[name] for name in self.on_device},
+                chunk_elements=self.schema.chunk_elements,
+            )
+        return self._encoders[key]
 
 
 class CudaSnapshot:
-    """Clones on the device. Tensors of 8 and 16 bits are coded there, the few others on the host."""
+    """One version's weights. Tensors of 8 and 16 bits are coded on the device, the few others on the host."""
 
-    def __init__(self, schema: Schema, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.schema = schema
-        self.tensors = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-        self._device = next(iter(self.tensors.values())).device
+    def __init__(self, pool: CudaPool, buffers: Buffers) -> None:
+        self._pool, self.tensors = pool, buffers
         self._copied = torch.cuda.Event()
-        self._copied.record(torch.cuda.current_stream(self._device))
+        self._copied.record(torch.cuda.current_stream(pool.device))
+
+    @property
+    def schema(self) -> Schema:
+        return self._pool.schema
 
     def host_bytes(self) -> Mapping[str, np.ndarray]:
         self._copied.synchronize()
@@ -45,35 +94,30 @@ class CudaSnapshot:
             )  # fmt: skip
         return write_cells(store, self.schema, self._coded(old), kind=Kind.DELTA, version=version, base=base)
 
+    def release(self) -> None:
+        self._pool.give_back(self.tensors)
+
     def _coded(self, old: CudaSnapshot) -> Iterator[Done]:
-        held = all_of(self.schema)
-        on_device = [
-            s.name for s in self.schema.tensors if elements_of(s.dtype).has_cgr and elements_of(s.dtype).bits != 4 and s.num_elements
-        ]
-        found: dict[tuple[str, int], tuple[bytes | memoryview, int]] = {}
+        pool = self._pool
+        payloads: dict[tuple[str, int], tuple[bytes | memoryview, int]] = {}
         sums = {}
-        if on_device:
-            # A stream of its own, so that a trainer's kernels and these share the device.
-            stream = torch.cuda.Stream(self._device)
-            stream.wait_event(self._copied)
-            with torch.cuda.device(self._device), torch.cuda.stream(stream):
-                encoder = CellEncoder(
-                    {name: old.tensors[name] for name in on_device},
-                    {name: self.tensors[name] for name in on_device},
-                    held={name: held[name] for name in on_device},
-                    chunk_elements=self.schema.chunk_elements,
-                )
-                found = {(c.name, c.cell.start): (c.payload, c.num_changed) for c in encoder.encode()}
+        if pool.on_device:
+            # Beside the trainer's kernels, on a stream of its own.
+            pool.stream.wait_event(self._copied)
+            with torch.cuda.device(pool.device), torch.cuda.stream(pool.stream):
+                encoder = pool.encoder(old.tensors, self.tensors)
+                payloads = {(c.name, c.cell.start): (c.payload, c.num_changed) for c in encoder.encode()}
                 sums = {(name, cell.start): lanes for name, cell, lanes in encoder.lanes()}
-        others = {name: (host_bytes(self.tensors[name]), host_bytes(old.tensors[name])) for name in held if name not in on_device}
+        held = all_of(self.schema)
+        others = {n: (host_bytes(self.tensors[n]), host_bytes(old.tensors[n])) for n in held if n not in pool.on_device}
         for work in works_of(self.schema, held):
             if work.name in others:
                 yield code_cell(work, *others[work.name])
                 continue
             at = (work.name, work.cell.start)
             coded = None
-            if at in found:
-                payload, num_changed = found[at]
+            if at in payloads:
+                payload, num_changed = payloads[at]
                 if len(payload) > _DELTA_IS_GOOD * work.cell.num_elements * work.item_bytes:
                     payload = self._on_host(work, old)
                 coded = Coded(work.tensor, work.place, payload, num_changed, sums[at][0])
@@ -82,3 +126,8 @@ class CudaSnapshot:
     def _on_host(self, work: Work, old: CudaSnapshot) -> bytes:
         new_bytes, old_bytes = (cell_bytes(host_bytes(side.tensors[work.name]), work.local, work.item_bytes) for side in (self, old))
         return chunk.encode(new_bytes, old_bytes, work.dtype).data
+
+
+def _is_coded_here(dtype: str) -> bool:
+    elements = elements_of(dtype)
+    return elements.has_cgr and elements.bits != 4
