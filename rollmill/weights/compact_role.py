@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from rollmill.weights.compactor import Compactor
-from rollmill.weights.errors import CorruptSnapshot
+from rollmill.weights.errors import CorruptSnapshot, UnknownFormat
 from rollmill.weights.gc import collect
 from rollmill.weights.store import open_store
 
@@ -33,7 +33,7 @@ def run_compactor(
                 log.info("%s", done)
             if collect_after_s:
                 collect(store, time.time(), grace_s=collect_after_s, dry_run=False)
-        except (OSError, CorruptSnapshot) as error:
+        except (OSError, CorruptSnapshot, UnknownFormat) as error:
             log.warning("the weight store cannot be read: %s", error)
         next_look = time.monotonic() + every_s
         say({"timing_s/compact": time.monotonic() - began, "weights/num_made": float(len(made))}, 0)

@@ -29,8 +29,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 Bytes = Mapping[str, np.ndarray]
 """name -> uint8, the bytes of the held box."""
-Done = tuple[str, Lanes, Coded | None]
-"""(name of the tensor, the cell's part of its fingerprint, the cell as stored; None when it did not change)."""
+Done = tuple[str, int, Lanes, Coded | None]
+"""(name of the tensor, elements of the cell, the cell's part of its fingerprint, the cell as stored; None when it did not change)."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +41,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     lanes: dict[str, Lanes]
     """name -> sum over the rank's own cells of the new bytes."""
     num_changed: int
+    num_elements: int
+    """Of the rank's own cells, changed or not."""
     encode_s: float
 
 
@@ -100,16 +102,21 @@ def write_cells(
     """Put coded cells, as they come, into one pack. Cells that did not change are told too: their sums belong to the fingerprint."""
     start = time.monotonic()
     sums: dict[str, Lanes] = {}
+    num_elements = 0
 
     def stream() -> Iterator[Coded]:
-        for name, lanes, coded in cells:
+        nonlocal num_elements
+        for name, size, lanes, coded in cells:
+            num_elements += size
             sums[name] = add(sums.get(name, (0, 0)), lanes)
             if coded is not None:
                 yield coded
 
     writer = PackWriter(key=pack_key(version, kind, base=base, rank=rank), version=version, base=base, schema=schema.digest)
     ref = store.put_pack(writer, stream())
-    return Part(rank=rank, pack=ref, lanes=sums, num_changed=writer.num_changed, encode_s=time.monotonic() - start)
+    return Part(
+        rank=rank, pack=ref, lanes=sums, num_changed=writer.num_changed, num_elements=num_elements, encode_s=time.monotonic() - start
+    )
 
 
 def commit(
@@ -128,6 +135,12 @@ def commit(
     note: str = "",
 ) -> Version:
     """Join the ranks' parts into a version and point `latest` at it. The parts' packs are durable already."""
+    covered, wanted = sum(part.num_elements for part in parts), sum(spec.num_elements for spec in schema.tensors)
+    if covered != wanted:
+        raise ValueError(
+            f"the {len(parts)} ranks hold {covered} elements, the tensors have {wanted}; each cell must be written by exactly one rank "
+            f"(leave replicated shards to one of them)"
+        )
     now = time.time()
     sums: dict[str, Lanes] = {}
     for part in parts:
@@ -177,9 +190,9 @@ def code_cell(item: Work, new: np.ndarray, old: np.ndarray | None) -> Done:
     lanes = cell_part(words_of(now, size), item.cell, item.seeds, per_element=words_per_element(size))
     before = None if old is None else cell_bytes(old, item.local, size)
     if before is not None and np.array_equal(now, before):
-        return item.name, lanes, None
+        return item.name, item.cell.num_elements, lanes, None
     encoded = chunk.encode(now, before, item.dtype)
-    return item.name, lanes, Coded(item.tensor, item.place, encoded.data, encoded.num_changed, lanes[0])
+    return item.name, item.cell.num_elements, lanes, Coded(item.tensor, item.place, encoded.data, encoded.num_changed, lanes[0])
 
 
 def cell_bytes(flat: np.ndarray, cell: Cell, item_bytes: int) -> np.ndarray:

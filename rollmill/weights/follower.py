@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from rollmill.weights.encode import in_order, num_workers
+from rollmill.weights.encode import num_workers
 from rollmill.weights.errors import CorruptSnapshot, UnknownFormat, WrongBase, WrongWeights
 from rollmill.weights.live import CellStager, CodedCell, LiveWeights, TensorPatch
 from rollmill.weights.manifest import Lease, Route, Version, version_key
 from rollmill.weights.pack import Entry
 from rollmill.weights.peer import fetch_from_peer
 from rollmill.weights.proof import Fingerprint, Lanes, add, base_value, combine, from_hex, seeds_of, to_hex
-from rollmill.weights.reader import Damaged, OpenRoute, TensorWork, advance, find_path, work_of, works
+from rollmill.weights.reader import Damaged, OpenRoute, TensorWork, advance, each_tensor, find_path, work_of
 from rollmill.weights.schema import Schema
 from rollmill.weights.shard import Held, on_grid_of
 from rollmill.weights.stage import bad_cells, difference, patch_of
@@ -330,14 +330,14 @@ class Follower:
         hops = [OpenRoute(self._store, route) for route in path if route.packs]
         workers, parts, expected = num_workers(schema.num_bytes), self.live.held(), record.print_of(schema)
         if held is None:
-            for _ in in_order(self._load, works(hops, schema, parts), workers=workers):
+            for _ in each_tensor(hops, schema, parts, self._load, workers=workers):
                 pass
             num_changed, patch = record.raw_bytes, self.live.stage([])
         elif isinstance(self.live, CellStager) and len(hops) == 1 and path[0].base is not None:
             num_changed, patch = self._stage_where_they_lie(self.live, hops, schema)
         else:
             fresh = bool(path) and path[0].base is None
-            patches = list(in_order(lambda work: self._patch(work, fresh), works(hops, schema, parts), workers=workers))
+            patches = list(each_tensor(hops, schema, parts, lambda work: self._patch(work, fresh), workers=workers))
             if self._agree is None and not fresh:
                 self._check_patches(patches, held.fingerprint, expected)
             num_changed, patch = sum(len(p.positions) for p in patches), self.live.stage(patches)
@@ -351,7 +351,8 @@ class Follower:
 
     def _stage_where_they_lie(self, live: CellStager, hops: Sequence[OpenRoute], schema: Schema) -> tuple[int, Any]:
         """One delta, decoded by the device that holds the weights; no weight comes to the host."""
-        found = [(w.held.spec.name, cell, steps[0]) for w in works(hops, schema, live.held()) for cell, _, steps in w.cells]
+        works = each_tensor(hops, schema, live.held(), lambda work: work, workers=1)
+        found = [(work.held.spec.name, cell, steps[0]) for work in works for cell, _, steps in work.cells]
         cells = [CodedCell(name=name, cell=cell, payload=payload) for name, cell, (_, _, payload) in found]
         try:
             staged = live.stage_cells(cells)

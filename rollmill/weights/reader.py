@@ -5,8 +5,10 @@ Nothing is returned that its proof does not cover; damage names the object to bl
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,6 +26,9 @@ from rollmill.weights.store import WeightStore
 
 # A pack up to this size is read in one request and checked as a whole; from a larger one only what is needed is read.
 WHOLE_BYTES = 64 << 20
+# Requests in flight for ranges of larger packs: 20 ms each to a far store, so 800 tensors a second.
+_FETCHERS = 16
+Result = TypeVar("Result")
 
 
 class Damaged(CorruptSnapshot):
@@ -48,7 +53,13 @@ class OpenRoute:
     def __init__(self, store: WeightStore, route: Route, *, whole_bytes: int = WHOLE_BYTES) -> None:
         self.route, self._store = route, store
         self.bytes_read = 0
+        self._lock = threading.Lock()
         self._packs = list(in_order(lambda ref: self._open(ref, whole_bytes), route.packs, workers=min(8, max(1, len(route.packs)))))
+
+    @property
+    def is_ranged(self) -> bool:
+        """Payloads are fetched when they are asked for."""
+        return any(pack.data is None for pack in self._packs)
 
     def tensors(self) -> set[int]:
         return {tensor for pack in self._packs for tensor in pack.entries}
@@ -84,7 +95,7 @@ class OpenRoute:
         data = None
         if ref.num_bytes <= whole_bytes:
             data, _ = self._store.objects.get(ref.key)
-            self.bytes_read += len(data)
+            self._count(len(data))
             check_whole(data, ref)
             tail: bytes | memoryview = memoryview(data)[start:stop]
         else:
@@ -113,8 +124,12 @@ class OpenRoute:
             found = self._store.objects.get_ranges(ref.key, ranges)
         except ObjectMissing as missing:
             raise Damaged(ref.key, "it is missing") from missing
-        self.bytes_read += sum(map(len, found))
+        self._count(sum(map(len, found)))
         return found
+
+    def _count(self, num_bytes: int) -> None:
+        with self._lock:
+            self.bytes_read += num_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,15 +142,24 @@ class TensorWork:
     """(global cell, local cell, [(pack key, entry, payload), ...])."""
 
 
-def works(hops: Sequence[OpenRoute], schema: Schema, held: Mapping[str, Held]) -> Iterator[TensorWork]:
-    """What has to be decoded, tensor by tensor; fetches as it goes."""
+def each_tensor(
+    hops: Sequence[OpenRoute], schema: Schema, held: Mapping[str, Held], do: Callable[[TensorWork], Result], *, workers: int
+) -> Iterator[Result]:
+    """`do` with every held tensor that the hops touch, in schema order. A thread fetches what it decodes, so that requests overlap."""
     touched: set[int] = set().union(*(hop.tensors() for hop in hops)) if hops else set()
+    items = []
     for tensor in sorted(touched):
         if not 0 <= tensor < len(schema.tensors):
             raise Damaged(hops[-1].route.name.key, f"it names tensor {tensor} of {len(schema.tensors)}")
         spec = schema.tensors[tensor]
         if (part := held.get(spec.name)) is not None:
-            yield work_of(hops, tensor, on_grid_of(spec, part), schema.chunk_elements)
+            items.append((tensor, on_grid_of(spec, part)))
+
+    def fetch_and_do(item: tuple[int, Held]) -> Result:
+        return do(work_of(hops, *item, schema.chunk_elements))
+
+    threads = max(workers, _FETCHERS) if any(hop.is_ranged for hop in hops) else workers
+    return in_order(fetch_and_do, items, workers=threads)
 
 
 def work_of(hops: Sequence[OpenRoute], tensor: int, part: Held, chunk_elements: int, *, only: Container[int] | None = None) -> TensorWork:
@@ -267,7 +291,7 @@ def _move(hops: Sequence[OpenRoute], schema: Schema, held: Mapping[str, Held], d
     def move(work: TensorWork) -> None:
         advance(work, data[work.held.spec.name])
 
-    for _ in in_order(move, works(hops, schema, held), workers=workers):
+    for _ in each_tensor(hops, schema, held, move, workers=workers):
         pass
 
 

@@ -106,7 +106,7 @@ def killed_at(store: WeightStore, folder: Path, nth: int) -> bool:
 
 def test_pull_killed_before_any_rename_is_finished_by_the_next(store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # One thread in the children: a forked process has no others.
-    monkeypatch.setattr("rollmill.weights.reader.num_workers", lambda: 1)
+    monkeypatch.setattr("rollmill.weights.reader.num_workers", lambda num_bytes: 1)
     nth, killed = 0, True
     while killed:
         nth += 1

@@ -121,7 +121,7 @@ class CudaSnapshot:
                 if len(payload) > _DELTA_IS_GOOD * work.cell.num_elements * work.item_bytes:
                     payload = self._on_host(work, old)
                 coded = Coded(work.tensor, work.place, payload, num_changed, sums[at][0])
-            yield work.name, sums[at], coded
+            yield work.name, work.cell.num_elements, sums[at], coded
 
     def _on_host(self, work: Work, old: CudaSnapshot) -> bytes:
         new_bytes, old_bytes = (cell_bytes(host_bytes(side.tensors[work.name]), work.local, work.item_bytes) for side in (self, old))
