@@ -49,8 +49,8 @@ def run_role(role: str, config: RunConfig, *, index: int = 0) -> int:
     except (ValueError, WaitTimeout) as error:
         log.error("%s", error)
         return EXIT_FIX
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EADDRINUSE):
+    except (OSError, RuntimeError) as error:
+        if _needs_a_person(error):
             log.error("%s", error)
             return EXIT_FIX
         raise
@@ -60,6 +60,16 @@ def run_role(role: str, config: RunConfig, *, index: int = 0) -> int:
             return EXIT_FIX
         raise
     return EXIT_STOPPED if stop.is_set() else EXIT_DONE
+
+
+def _needs_a_person(error: BaseException) -> bool:
+    """Whether a full disk or a taken port is behind it, also where a thread's failure was handed on as another's cause."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EADDRINUSE):
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def _die_with_supervisor() -> None:

@@ -120,7 +120,14 @@ def cell_part(words: np.ndarray, cell: Cell, seeds: Lanes, *, per_element: int =
     """The sum over a cell whose words (flat, in cell order) are given."""
     if cell.is_contiguous:
         return part(words, cell.start * per_element, seeds)
-    runs = words.reshape(cell.rows, cell.width * per_element)
+    width = cell.width * per_element
+    if has_numba():
+        from rollmill.weights.proof_kernels import box
+
+        first, stride = np.uint64(cell.start * per_element), np.uint64(cell.stride * per_element)
+        low, high = box(np.ascontiguousarray(words), np.int64(width), first, stride, *_u64(seeds), *_columns())
+        return int(low), int(high)
+    runs = words.reshape(cell.rows, width)
     sums = (part(run, (cell.start + at * cell.stride) * per_element, seeds) for at, run in enumerate(runs))
     return functools.reduce(add, sums, (0, 0))
 

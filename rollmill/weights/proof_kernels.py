@@ -6,6 +6,7 @@ import numpy as np
 from numba import njit, uint64
 
 Word = np.uint64
+Int = np.int64
 
 _COLS = 4096
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -40,4 +41,18 @@ def run(words: np.ndarray, first: Word, seed_0: Word, seed_1: Word, keys_0: np.n
         sum_0 += inner_0 * _row_key(row, seed_0)
         sum_1 += inner_1 * _row_key(row, seed_1)
         at += count
+    return sum_0, sum_1
+
+
+@njit(nogil=True, cache=True)
+def box(
+    words: np.ndarray, width: Int, first: Word, stride: Word, seed_0: Word, seed_1: Word, keys_0: np.ndarray, keys_1: np.ndarray
+) -> tuple[Word, Word]:
+    """Runs of `width` words that lie `stride` apart in the tensor, the first at `first`."""
+    sum_0, sum_1 = uint64(0), uint64(0)
+    for at in range(0, words.size, width):
+        low, high = run(words[at : at + width], uint64(first), seed_0, seed_1, keys_0, keys_1)
+        sum_0 += low
+        sum_1 += high
+        first += stride
     return sum_0, sum_1
