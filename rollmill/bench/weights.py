@@ -43,7 +43,7 @@ def run(old: State, new: State, *, repeats: int = 3, threads: int = 2, command: 
         raise ValueError(f"repeats {repeats} and threads {threads} must be at least 1")
     facts = _facts(old, new)
     all_codecs = codecs()
-    rows = [_measure(codec, old, new, repeats, facts["num_changed"]) for codec in all_codecs]
+    rows = _measure(all_codecs, old, new, repeats, facts["num_changed"])
     scaled = {codec.name: _scaling(codec, old, new, repeats, threads) for codec in all_codecs if codec.name in _SCALED}
     return {"command": command, **facts, **_pack(old, new, repeats), "codecs": rows, "threads": scaled, "repeats": repeats, **_where()}
 
@@ -121,28 +121,52 @@ def as_text(found: dict[str, Any]) -> str:
     return out.getvalue().rstrip("\n")
 
 
-def _measure(codec: Codec, old: State, new: State, repeats: int, num_changed: int) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": codec.name, "note": codec.why_not(new)}
-    if row["note"]:
-        return row | dict.fromkeys(("bytes", "ratio", "bits_per_change", "encode_mb_s", "decode_mb_s", "lossless"))
-    _warm(codec, old, new)
-    raw = sum(tensor.data.size for tensor in new.values())
-    encode_s, decode_s, lossless, blobs = [], [], True, [b""]
+class _Trials:
+    """What one codec did so far."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self.encode_s: list[float] = []
+        self.decode_s: list[float] = []
+        self.num_bytes = 0
+        self.lossless = True
+
+    def run(self, old: State, new: State) -> None:
+        blobs, seconds = _timed(lambda: self.codec.encode(old, new, workers=1), time.process_time)
+        self.encode_s.append(seconds)
+        self.num_bytes = sum(map(len, blobs))
+        seconds, same = _decoded(self.codec, blobs, old, new)
+        self.decode_s.append(seconds)
+        self.lossless = self.lossless and same
+
+
+def _measure(all_codecs: Sequence[Codec], old: State, new: State, repeats: int, num_changed: int) -> list[dict[str, Any]]:
+    """One row a codec. Codecs take turns, so that a busy minute of the machine is everybody's."""
+    trials = {codec.name: _Trials(codec) for codec in all_codecs if not codec.why_not(new)}
+    for trial in trials.values():
+        _warm(trial.codec, old, new)
     for _ in range(repeats):
-        blobs, seconds = _timed(lambda: codec.encode(old, new, workers=1), time.process_time)
-        encode_s.append(seconds)
-        seconds, same = _decoded(codec, blobs, old, new)
-        decode_s.append(seconds)
-        lossless = lossless and same
-    num_bytes = sum(map(len, blobs))
-    return row | {
-        "bytes": num_bytes,
-        "ratio": _rounded(_ratio(raw, num_bytes)),
-        "bits_per_change": _rounded(8 * num_bytes / num_changed) if num_changed and codec.needs_old else None,
-        "encode_mb_s": _mb_s(raw, encode_s),
-        "decode_mb_s": _mb_s(raw, decode_s),
-        "lossless": lossless,
-    }
+        for trial in trials.values():
+            trial.run(old, new)
+    raw = sum(tensor.data.size for tensor in new.values())
+    rows = []
+    for codec in all_codecs:
+        row: dict[str, Any] = {"name": codec.name, "note": codec.why_not(new)}
+        if (found := trials.get(codec.name)) is None:
+            rows.append(row | dict.fromkeys(("bytes", "ratio", "bits_per_change", "encode_mb_s", "decode_mb_s", "lossless")))
+            continue
+        rows.append(
+            row
+            | {
+                "bytes": found.num_bytes,
+                "ratio": _rounded(_ratio(raw, found.num_bytes)),
+                "bits_per_change": _rounded(8 * found.num_bytes / num_changed) if num_changed and codec.needs_old else None,
+                "encode_mb_s": _mb_s(raw, found.encode_s),
+                "decode_mb_s": _mb_s(raw, found.decode_s),
+                "lossless": found.lossless,
+            }
+        )
+    return rows
 
 
 def _decoded(

@@ -11,16 +11,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rollmill.model.attention import Attention, PackedAttention
     from rollmill.model.checkpoint import CheckpointError, check_model, load_model, read_model_config, save_model
-    from rollmill.model.config import ModelConfig
+    from rollmill.model.config import ModelConfig, MoEConfig
+    from rollmill.model.routes import ForcedRoutes, RecordedRoutes, Routes
     from rollmill.model.tokenizer import Tokenizer
     from rollmill.model.transformer import Model
 
 __all__ = [
     "Attention",
     "CheckpointError",
+    "ForcedRoutes",
+    "MoEConfig",
     "Model",
     "ModelConfig",
     "PackedAttention",
+    "RecordedRoutes",
+    "Routes",
     "Tokenizer",
     "check_model",
     "load_model",
@@ -31,9 +36,13 @@ __all__ = [
 _HOME = {
     "Attention": "attention",
     "CheckpointError": "checkpoint",
+    "ForcedRoutes": "routes",
+    "MoEConfig": "config",
     "Model": "transformer",
     "ModelConfig": "config",
     "PackedAttention": "attention",
+    "RecordedRoutes": "routes",
+    "Routes": "routes",
     "Tokenizer": "tokenizer",
     "check_model": "checkpoint",
     "load_model": "checkpoint",

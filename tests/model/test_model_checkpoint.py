@@ -51,7 +51,7 @@ def test_serving_tensors_are_copies() -> None:
     before = bits(taken)
     with torch.no_grad():
         model.embed.add_(1.0)
-        model.layers[0].qkv.add_(1.0)  # type: ignore[union-attr, operator]
+        model.layers[0].attn.qkv.add_(1.0)  # type: ignore[union-attr, operator]
     assert bits(taken) == before
 
 
@@ -100,8 +100,8 @@ def test_missing_foreign_and_damaged_directories_say_what_is_wrong(tmp_path: Pat
             load_model(tmp_path)
         config.write_text(json.dumps(good))
 
-    complains(json.dumps(good | {"model_type": "qwen3"}), "model_type 'qwen3'; this version loads llama")
-    complains(json.dumps(good | {"rope_scaling": {"type": "yarn"}}), "rope_scaling")
+    complains(json.dumps(good | {"model_type": "gpt2"}), "model_type 'gpt2'; this version loads llama")
+    complains(json.dumps(good | {"rope_scaling": {"type": "longrope", "factor": 2.0}}), "rope_scaling 'longrope'")
     complains(json.dumps({k: v for k, v in good.items() if k != "hidden_size"}), "hidden_size")
     complains("{", "does not describe a model")
     complains(json.dumps(good | {"vocab_size": 80}), r"does not fit .*shape \(64, 32\), this model needs \(80, 32\)")

@@ -114,6 +114,23 @@ def _broadcast(builder: Any, vector_type: Any, value: Any) -> Any:
 
 
 @_operation
+def prefetch(typingctx: Any, items: Any, index: Any) -> Any:
+    """Asks memory for the line of `items[index]`, which need not exist."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.gep(context.make_array(signature.args[0])(context, builder, args[0]).data, [args[1]])
+        byte = ir.IntType(8).as_pointer()
+        flags = [ir.IntType(32)(value) for value in (0, 3, 1)]
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, *(flag.type for flag in flags)])
+        )
+        builder.call(function, [builder.bitcast(pointer, byte), *flags])
+        return context.get_dummy_value()
+
+    return numba.types.void(items, numba.types.int64), codegen
+
+
+@_operation
 def differ(typingctx: Any, left: Any, right: Any, index: Any) -> Any:
     """Bit j says whether `left[index + j]` and `right[index + j]` differ, for 64 items."""
 

@@ -7,7 +7,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollmill.weights.chunk.jit import BLOCK, HAS_DEPOSIT, Int, at_most, classify, compiled, ctz, deposit, differ, equals, inlined, popcount
+from rollmill.weights.chunk.jit import (
+    BLOCK,
+    HAS_DEPOSIT,
+    Int,
+    at_most,
+    classify,
+    compiled,
+    ctz,
+    deposit,
+    differ,
+    equals,
+    inlined,
+    popcount,
+    prefetch,
+)
 from rollmill.weights.chunk.reference import MAX_CLASSES, MIN_IN_LOWEST
 
 _ONE = np.uint64(1)
@@ -24,6 +38,9 @@ def _classify_tile(codes: np.ndarray, first: Int, num_codes: Int, shift: Int, ma
     size = min(num_codes - first, _TILE)
     whole = size & -BLOCK
     for i in range(0, whole, BLOCK):
+        # The next tile comes from memory while this one is worked on.
+        prefetch(codes, first + i + _TILE)
+        prefetch(codes, first + i + _TILE + BLOCK // 2)
         classify(codes, first + i, shift, mask, base, classes, i)
     if whole == size:
         return size // BLOCK

@@ -1,0 +1,40 @@
+"""The dense feed-forward block of a decoder layer: norm and SwiGLU, gate and up fused in one matmul.
+
+Shapes: T tokens, D hidden, F inner size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rollmill.model.config import ModelConfig
+from rollmill.model.routes import Routes
+
+
+def swiglu(h_TD: torch.Tensor, gate_up_2FD: torch.Tensor, down_DF: torch.Tensor) -> torch.Tensor:
+    gate, up = F.linear(h_TD, gate_up_2FD).chunk(2, -1)
+    return F.linear(F.silu(gate) * up, down_DF)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.norm = nn.Parameter(torch.ones(config.hidden_size))
+        self.gate_up = nn.Parameter(torch.empty(2 * config.intermediate_size, config.hidden_size))
+        self.down = nn.Parameter(torch.empty(config.hidden_size, config.intermediate_size))
+
+    def forward(self, x_TD: torch.Tensor, routes: Routes | None) -> torch.Tensor:
+        """`routes` is for sparse layers; a dense one has nothing to choose."""
+        return swiglu(F.rms_norm(x_TD, self.norm.shape, self.norm, self.config.norm_eps), self.gate_up, self.down)
+
+    def named_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
+        gate, up = self.gate_up.chunk(2)
+        yield "post_attention_layernorm.weight", self.norm
+        yield "mlp.gate_proj.weight", gate
+        yield "mlp.up_proj.weight", up
+        yield "mlp.down_proj.weight", self.down
