@@ -12,7 +12,7 @@ import numpy as np
 
 from rollmill.weights.reader import materialise
 from rollmill.weights.schema import item_bytes_of
-from rollmill.weights.store import open_store
+from rollmill.weights.store import find_store
 
 
 class Tensor(NamedTuple):
@@ -65,7 +65,7 @@ def check_pair(old: State, new: State) -> None:
 
 
 def _read_version(where: str, version: str) -> dict[str, Tensor]:
-    store = open_store(where)
+    store = find_store(where)
     if version == "latest":
         if (pointer := store.latest()) is None:
             raise ValueError(f"nothing is published in {store}; publish first or name another store")

@@ -337,19 +337,10 @@ def import_command(
 
 
 def _store(where: str, *, may_be_new: bool = False) -> WeightStore:
-    from rollmill.weights.store import open_store
+    """Imported at the first call, so that `--help` is instant."""
+    from rollmill.weights.store import find_store
 
-    if "://" in where:
-        return open_store(where)
-    path = Path(where)
-    inside = path / "weights"
-    if inside.is_dir() and not (path / "latest.json").exists():
-        return open_store(inside)
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is a file; give the directory of a store or of a run")
-    if not may_be_new and not path.is_dir():
-        raise ValueError(f"there is no {path}; give a store or a run directory")
-    return open_store(path)
+    return find_store(where, may_be_new=may_be_new)
 
 
 def _version(store: WeightStore, which: str) -> int:

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
@@ -59,6 +60,21 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     schema: str
     created: float
+
+
+def find_store(where: str, *, may_be_new: bool = False) -> WeightStore:
+    """What a person means by a store: a URL, its directory, or the directory of a run that keeps one in `weights/`."""
+    if "://" in where:
+        return open_store(where)
+    path = Path(where)
+    inside = path / "weights"
+    if inside.is_dir() and not (path / LATEST).exists():
+        return open_store(inside)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file; give the directory of a store or of a run")
+    if not may_be_new and not path.is_dir():
+        raise ValueError(f"there is no {path}; give a store or a run directory")
+    return open_store(path)
 
 
 class WeightStore:
