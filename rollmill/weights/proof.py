@@ -118,6 +118,8 @@ def part(words: np.ndarray, first: int, seeds: Lanes) -> Lanes:
 
 def cell_part(words: np.ndarray, cell: Cell, seeds: Lanes, *, per_element: int = 1) -> Lanes:
     """The sum over a cell whose words (flat, in cell order) are given."""
+    if not words.size:
+        return 0, 0
     if cell.is_contiguous:
         return part(words, cell.start * per_element, seeds)
     width = cell.width * per_element
