@@ -78,6 +78,7 @@ def combine(values: Mapping[str, str]) -> Fingerprint:
     return Fingerprint(total=to_hex(total), tensors=dict(values))
 
 
+@functools.lru_cache(maxsize=1 << 17)
 def seeds_of(name: str, dtype: str, shape: tuple[int, ...]) -> Lanes:
     # The shape belongs to the identity: the same bytes in another shape are other weights.
     digest = blake3(json.dumps([name, dtype, list(shape)], separators=(",", ":")).encode()).digest(length=16)
