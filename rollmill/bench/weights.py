@@ -207,7 +207,7 @@ def _pack(old: State, new: State, repeats: int) -> dict[str, Any]:
             encode_s.append(time.process_time() - start)
             found, seconds = _timed(lambda: materialise(store, 1, start=(0, before), workers=1)[2], time.process_time)  # noqa: B023
             decode_s.append(seconds)
-            num_bytes = part.pack.num_bytes
+            num_bytes = part.num_bytes
         assert all(np.array_equal(found[name], data) for name, data in after.items()), "the store gave other bits"
     raw = schema.num_bytes
     return {"pack_bytes": num_bytes, "pack_encode_mb_s": _mb_s(raw, encode_s), "pack_decode_mb_s": _mb_s(raw, decode_s)}

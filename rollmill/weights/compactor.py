@@ -157,12 +157,16 @@ class Compactor:
         routes = self._store.routes()
         others = [route for route in routes if (route.version, route.base) != (wanted.version, wanted.base)]
         path = plan(others, held=wanted.base, target=wanted.version, refused=self._store.quarantined()) or []
-        num_bytes, replaced_bytes = part.pack.num_bytes, sum(route.num_bytes for route in path)
+        num_bytes, replaced_bytes = part.num_bytes, sum(route.num_bytes for route in path)
         if wanted.base is not None and num_bytes >= replaced_bytes:
-            self._decline(Declined(version=wanted.version, base=wanted.base, num_bytes=num_bytes, chain_bytes=replaced_bytes), wanted)
+            self._decline(
+                Declined(version=wanted.version, base=wanted.base, num_bytes=num_bytes, chain_bytes=replaced_bytes),
+                wanted,
+                [pack.key for pack in part.packs],
+            )
             return Done(wanted=wanted, outcome=Outcome.DECLINED, num_bytes=num_bytes, replaced_bytes=replaced_bytes)
         route = Route(
-            kind=wanted.kind, version=wanted.version, base=wanted.base, schema=schema.digest, packs=(part.pack,),
+            kind=wanted.kind, version=wanted.version, base=wanted.base, schema=schema.digest, packs=part.packs,
             writer=self._writer, created=now,
         )  # fmt: skip
         self._prove(route, record, schema)
@@ -189,10 +193,10 @@ class Compactor:
             data = self._held.pop(route.base)
         replay(self._store, route, record, schema, data)
 
-    def _decline(self, declined: Declined, wanted: Wanted) -> None:
+    def _decline(self, declined: Declined, wanted: Wanted, packs: list[str]) -> None:
         self._store.decline(declined)
         if all((route.version, route.base) != (wanted.version, wanted.base) for route in self._store.routes()):
-            self._store.objects.delete([wanted.pack_key])
+            self._store.objects.delete(packs)
 
 
 def _needs_anchor(usable: Sequence[RouteName], line: Sequence[Place], cost: CostModel) -> bool:

@@ -5,6 +5,7 @@ Cells are coded by threads (the loops release the interpreter lock) in order and
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections import deque
@@ -25,6 +26,8 @@ from rollmill.weights.store import WeightStore
 
 # A thread takes about 0.1 ms to start; this is some 4 ms of coding.
 _BYTES_PER_WORKER = 4 << 20
+# A bucket takes 10,000 parts of 8 MiB in one object.
+MAX_PACK_BYTES = 64 << 30
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Bytes = Mapping[str, np.ndarray]
@@ -37,13 +40,18 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank contributes to a version; small, to be gathered by whatever joins the ranks."""
 
     rank: int
-    pack: PackRef
+    packs: tuple[PackRef, ...]
+    """One, and more where one would grow too large for a bucket."""
     lanes: dict[str, Lanes]
     """name -> sum over the rank's own cells of the new bytes."""
     num_changed: int
     num_elements: int
     """Of the rank's own cells, changed or not."""
     encode_s: float
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(pack.num_bytes for pack in self.packs)
 
 
 def num_workers(num_bytes: int) -> int:
@@ -97,14 +105,22 @@ def write_part(
 
 
 def write_cells(
-    store: WeightStore, schema: Schema, cells: Iterable[Done], *, kind: Kind, version: int, base: int | None, rank: int = 0
+    store: WeightStore,
+    schema: Schema,
+    cells: Iterable[Done],
+    *,
+    kind: Kind,
+    version: int,
+    base: int | None,
+    rank: int = 0,
+    max_pack_bytes: int = MAX_PACK_BYTES,
 ) -> Part:
-    """Put coded cells, as they come, into one pack. Cells that did not change are told too: their sums belong to the fingerprint."""
+    """Put coded cells, as they come, into packs. Cells that did not change are told too: their sums belong to the fingerprint."""
     start = time.monotonic()
     sums: dict[str, Lanes] = {}
-    num_elements = 0
+    num_elements = num_changed = 0
 
-    def stream() -> Iterator[Coded]:
+    def changed() -> Iterator[Coded]:
         nonlocal num_elements
         for name, size, lanes, coded in cells:
             num_elements += size
@@ -112,11 +128,26 @@ def write_cells(
             if coded is not None:
                 yield coded
 
-    writer = PackWriter(key=pack_key(version, kind, base=base, rank=rank), version=version, base=base, schema=schema.digest)
-    ref = store.put_pack(writer, stream())
+    coming, packs, left = changed(), list[PackRef](), list[Coded]()
+    while left or not packs:
+        key = pack_key(version, kind, base=base, rank=rank, number=len(packs))
+        writer = PackWriter(key=key, version=version, base=base, schema=schema.digest)
+        packs.append(store.put_pack(writer, _up_to(coming, left, max_pack_bytes)))
+        num_changed += writer.num_changed
     return Part(
-        rank=rank, pack=ref, lanes=sums, num_changed=writer.num_changed, num_elements=num_elements, encode_s=time.monotonic() - start
+        rank=rank, packs=tuple(packs), lanes=sums, num_changed=num_changed, num_elements=num_elements, encode_s=time.monotonic() - start
     )
+
+
+def _up_to(coming: Iterator[Coded], left: list[Coded], max_bytes: int) -> Iterator[Coded]:
+    """What was left over and what comes, until the next cell would be too much; that one is left over then."""
+    num_bytes = 0
+    for cell in itertools.chain([left.pop()] if left else [], coming):
+        if num_bytes and num_bytes + len(cell.payload) > max_bytes:
+            left.append(cell)
+            return
+        num_bytes += len(cell.payload)
+        yield cell
 
 
 def commit(
@@ -152,7 +183,7 @@ def commit(
         tensors=tuple(proof.tensors[spec.name] for spec in schema.tensors), num_changed=sum(part.num_changed for part in parts),
         raw_bytes=schema.num_bytes, step=step, run_id=run_id, writer=writer, created=now, note=note,
     )  # fmt: skip
-    packs = tuple(part.pack for part in sorted(parts, key=lambda part: part.rank))
+    packs = tuple(pack for part in sorted(parts, key=lambda part: part.rank) for pack in part.packs)
     store.put_schema(schema)
     store.add_route(Route(kind=kind, version=version, base=base, schema=schema.digest, packs=packs, writer=writer, created=now))
     store.publish(record, expected=expected)

@@ -233,10 +233,11 @@ def schema_key(digest: str) -> str:
     return f"schema/{digest}.json"
 
 
-def pack_key(version: int, kind: Kind, *, base: int | None, rank: int) -> str:
+def pack_key(version: int, kind: Kind, *, base: int | None, rank: int, number: int = 0) -> str:
     """Packs of one version lie together; a fold says from where it starts."""
     label = kind if kind is not Kind.FOLD else f"{kind}{base:08d}"
-    return f"packs/{version:08d}/{label}-{rank:04d}.pack"
+    more = f"-{number:04d}" if number else ""
+    return f"packs/{version:08d}/{label}-{rank:04d}{more}.pack"
 
 
 def route_in(key: str) -> RouteName | None:

@@ -221,7 +221,7 @@ class Publisher:
         base = self._base if self._base is not None and self._base.snapshot.schema == schema else None
         kind, base_version = (Kind.FULL, None) if base is None else (Kind.DELTA, base.version)
         part = snapshot.write(self._store, version=job.version, base=base_version, old=None if base is None else base.snapshot)
-        num_bytes, committing = part.pack.num_bytes, time.monotonic()
+        num_bytes, committing = part.num_bytes, time.monotonic()
         if base is not None and self._is_damaged():
             num_bytes += self._add_full(job)
         record = commit(
@@ -236,7 +236,7 @@ class Publisher:
             step=job.step,
             kind=kind,
             num_bytes=num_bytes,
-            delta_bytes=None if base is None else part.pack.num_bytes,
+            delta_bytes=None if base is None else part.num_bytes,
             full_bytes=record.raw_bytes,
             num_changed=record.num_changed,
             fingerprint=record.print_of(schema),
@@ -250,11 +250,11 @@ class Publisher:
         """A second route to the same version, for replicas that damage has cut off."""
         part = job.snapshot.write(self._store, version=job.version, base=None, old=None)
         route = Route(
-            kind=Kind.FULL, version=job.version, base=None, schema=job.snapshot.schema.digest, packs=(part.pack,),
+            kind=Kind.FULL, version=job.version, base=None, schema=job.snapshot.schema.digest, packs=part.packs,
             writer=self._writer, created=time.time(),
         )  # fmt: skip
         self._store.add_route(route)
-        return part.pack.num_bytes
+        return part.num_bytes
 
     def _is_damaged(self) -> bool:
         before, self._damaged = self._damaged, set(self._store.quarantined())

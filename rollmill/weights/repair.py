@@ -190,19 +190,19 @@ class _Repair:
             self._store, schema, kind=kind, version=name.version, base=name.base, held=all_of(schema), new=new, old=old, rank=rank
         )
         made = Route(
-            kind=kind, version=name.version, base=name.base, schema=record.schema, packs=(part.pack,), writer=WRITER, created=self._now
+            kind=kind, version=name.version, base=name.base, schema=record.schema, packs=part.packs, writer=WRITER, created=self._now
         )
         assert self._leads(made), "what was just coded decodes"
-        self._mended |= {key, name.key, made.name.key, part.pack.key}
-        if route is not None and refs == (part.pack,):
+        self._mended |= {key, name.key, made.name.key, *(pack.key for pack in part.packs)}
+        if route is not None and refs == part.packs:
             self._walk = Retrace(self._store, self._seen, bad=self._bad())
-            return f"{part.pack.key} was made again, byte for byte"
+            return f"{part.packs[0].key} was made again, byte for byte"
         if made.name != name:
             self._seen.routes.pop(name, None)
         self._add(made)
         if made.name != name:
             self._store.objects.delete([name.key])
-        return f"{key}: {made.name.key} with {part.pack.key} takes its place"
+        return f"{key}: {made.name.key} with {part.packs[0].key} takes its place"
 
     # Versions and pointers.
 

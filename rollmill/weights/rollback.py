@@ -75,7 +75,7 @@ def _delta(store: WeightStore, latest: Version, record: Version, target: Version
         return None, num_elements
     part = write_part(store, schema, kind=Kind.DELTA, version=record.version, base=latest.version, held=all_of(schema), new=new, old=old)
     route = Route(
-        kind=Kind.DELTA, version=record.version, base=latest.version, schema=record.schema, packs=(part.pack,), writer=record.writer,
+        kind=Kind.DELTA, version=record.version, base=latest.version, schema=record.schema, packs=part.packs, writer=record.writer,
         created=record.created,
     )  # fmt: skip
     replay(store, route, record, schema, old)

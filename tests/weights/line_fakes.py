@@ -154,7 +154,7 @@ def add_route(store: WeightStore, version: int, *, base: int | None) -> Route:
     part = write_part(
         store, SCHEMA, kind=kind, version=version, base=base, held=all_of(SCHEMA), new=bytes_at(record.step), old=old, workers=1
     )
-    route = Route(kind=kind, version=version, base=base, schema=record.schema, packs=(part.pack,), writer="test", created=time.time())
+    route = Route(kind=kind, version=version, base=base, schema=record.schema, packs=part.packs, writer="test", created=time.time())
     store.add_route(route)
     return route
 

@@ -87,7 +87,7 @@ class TinyRun:
             self.store, schema, kind=Kind.FULL, version=version, base=None, held=all_of(schema), new=self.truth[version], old=None
         )
         self.store.add_route(
-            Route(kind=Kind.FULL, version=version, base=None, schema=schema.digest, packs=(part.pack,), writer="t", created=0.0)
+            Route(kind=Kind.FULL, version=version, base=None, schema=schema.digest, packs=part.packs, writer="t", created=0.0)
         )
 
     def check(self, versions: Iterable[int]) -> None:

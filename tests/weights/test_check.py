@@ -513,7 +513,7 @@ def test_a_version_that_was_never_served_is_told_as_such_and_later_as_a_fork(sto
     part = write_part(
         store, SCHEMA, kind=Kind.DELTA, version=store.reserve(), base=5, held=all_of(SCHEMA), new=bytes_at(5), old=bytes_at(5)
     )
-    store.add_route(Route(kind=Kind.DELTA, version=6, base=5, schema=SCHEMA.digest, packs=(part.pack,), writer="x", created=0.0))
+    store.add_route(Route(kind=Kind.DELTA, version=6, base=5, schema=SCHEMA.digest, packs=part.packs, writer="x", created=0.0))
     rewrite(store, dead, dead.key)
     assert kinds(store, now=dead.created + 1) == [], "its publisher may be at work"
     assert kinds(store) == [(Damage.VERSION_UNSERVED, dead.key)]

@@ -222,7 +222,7 @@ def test_an_orphan_that_got_its_route_meanwhile_stays(store: WeightStore) -> Non
     held = all_of(run.schema)
     part = write_part(store, run.schema, kind=Kind.FOLD, version=4, base=0, held=held, new=run.truth[4], old=run.truth[0])
     assert collect(store, LATER, grace_s=GRACE_S).marked_packs == 1
-    route = Route(kind=Kind.FOLD, version=4, base=0, schema=run.schema.digest, packs=(part.pack,), writer="c", created=0.0)
+    route = Route(kind=Kind.FOLD, version=4, base=0, schema=run.schema.digest, packs=part.packs, writer="c", created=0.0)
     store.add_route(route)
     report = collect(store, LATER + 2 * GRACE_S, grace_s=GRACE_S)
     assert (report.num_packs, report.num_waiting) == (0, 0)
@@ -235,7 +235,7 @@ def test_a_version_that_was_never_served_goes_after_the_grace(store: WeightStore
     held = all_of(run.schema)
     part = write_part(store, run.schema, kind=Kind.DELTA, version=number, base=2, held=held, new=run.data, old=run.truth[2])
     now = time.time()
-    store.add_route(Route(kind=Kind.DELTA, version=number, base=2, schema=run.schema.digest, packs=(part.pack,), writer="x", created=now))
+    store.add_route(Route(kind=Kind.DELTA, version=number, base=2, schema=run.schema.digest, packs=part.packs, writer="x", created=now))
     run.publish()
     assert collect(store, now + 1, grace_s=GRACE_S).num_routes == 0
     assert collect(store, LATER, grace_s=GRACE_S).num_routes == 1
@@ -257,7 +257,7 @@ def test_the_only_way_round_damage_stays_though_it_begins_below_the_floor(store:
     run = anchored(store, 2, 4, versions=9)
     held = all_of(run.schema)
     part = write_part(store, run.schema, kind=Kind.FOLD, version=8, base=1, held=held, new=run.truth[8], old=run.truth[1])
-    store.add_route(Route(kind=Kind.FOLD, version=8, base=1, schema=run.schema.digest, packs=(part.pack,), writer="c", created=0.0))
+    store.add_route(Route(kind=Kind.FOLD, version=8, base=1, schema=run.schema.digest, packs=part.packs, writer="c", created=0.0))
     store.objects.delete([pack_key(6, Kind.DELTA, base=5, rank=0)])
     collect_all(store)
     run.check([2, 3, 4, 5, 8])

@@ -6,12 +6,17 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from weights_fakes import ReplicaFake, same_bits, weights_at
 
 from rollmill.weights import Follower, HostWeights, Kind, Published, Publisher, PublishFailed, WeightStore, fingerprint, open_store, verify
+from rollmill.weights.encode import code_cell, commit, works_of, write_cells
 from rollmill.weights.objects import Directory
+from rollmill.weights.reader import materialise
+from rollmill.weights.schema import make_schema
+from rollmill.weights.shard import all_of
 
 DEADLINE_S = 60.0
 
@@ -188,3 +193,17 @@ def test_a_closed_publisher_refuses_and_bad_borders_are_named(tmp_path: Path) ->
     cut = Publisher(open_store(tmp_path), run_id="r", row_cuts={"wide": (24,)})
     with pytest.raises(ValueError, match="wide: row borders \\(24,\\) must ascend between 1 and 23"):
         cut.submit(weights_at(0), step=0)
+
+
+def test_what_is_too_much_for_one_object_becomes_several_packs_that_read_back(where: str) -> None:
+    store, rng = open_store(where), np.random.default_rng(0)
+    schema = make_schema([("w", "bfloat16", (64, 64))], chunk_elements=256)
+    data = {"w": rng.integers(0, 256, 8192, dtype=np.uint8)}
+    assert store.reserve() == 0
+    done = [code_cell(work, data["w"], None) for work in works_of(schema, all_of(schema))]
+    part = write_cells(store, schema, done, kind=Kind.FULL, version=0, base=None, max_pack_bytes=2000)
+    assert len(part.packs) > 3 and len({pack.key for pack in part.packs}) == len(part.packs)
+    commit(store, schema, [part], kind=Kind.FULL, version=0, base=None, expected=None, step=0, run_id="r", writer="t")
+    assert np.array_equal(materialise(store, 0)[2]["w"], data["w"]) and verify(store) == []
+    with pytest.raises(ValueError, match="the 2 ranks hold 8192 elements, the tensors have 4096"):
+        commit(store, schema, [part, part], kind=Kind.FULL, version=1, base=None, expected=0, step=1, run_id="r", writer="t")

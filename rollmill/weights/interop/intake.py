@@ -71,7 +71,7 @@ def take_in(
         run_id=run_id or ("imported" if latest is None else latest.run_id), writer=f"{socket.gethostname()}-{os.getpid()}",
         epoch=0 if pointer is None else pointer.epoch, note=note,
     )  # fmt: skip
-    return Taken(record=record, is_new=True, kind=kind, num_bytes=part.pack.num_bytes)
+    return Taken(record=record, is_new=True, kind=kind, num_bytes=part.num_bytes)
 
 
 def tensors_of(schema: Schema, data: dict[str, np.ndarray]) -> Tensors:
