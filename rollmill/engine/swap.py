@@ -40,7 +40,7 @@ class ModelWeights:
 
     @torch.no_grad()
     def read(self, name: str) -> np.ndarray:
-        return host_bytes(self._serving()[name].to(self._model.serving_dtype))
+        return host_bytes(self._model.slices()[name].to(self._model.serving_dtype))
 
     def load(self, name: str, data: np.ndarray) -> None:
         spec = self._held[name].spec
@@ -59,11 +59,8 @@ class ModelWeights:
 
     @torch.no_grad()
     def lanes(self) -> dict[str, Lanes]:
-        dtype, live = self._model.serving_dtype, self._serving()
+        dtype, live = self._model.serving_dtype, self._model.slices()
         return {name: held.lanes(host_bytes(live[name].to(dtype))) for name, held in self._held.items()}
-
-    def _serving(self) -> dict[str, torch.Tensor]:
-        return {name: live.detach() for name, live in self._model.named_slices()}
 
 
 class _Change:

@@ -126,7 +126,7 @@ def _serving_parts(name: str, stored: torch.Tensor, config: ModelConfig) -> Iter
 def save_model(model: Model, path: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
     """Write weights and config; tokenizer files are the caller's to copy.
 
-    A crash leaves the old weights, the new ones, or a directory that `load_model` refuses as incomplete.
+    A crash leaves the old model, the new one, or a directory that `load_model` refuses.
     """
     path.mkdir(parents=True, exist_ok=True)
     shards = _shards(model, shard_bytes)
@@ -136,18 +136,23 @@ def save_model(model: Model, path: Path, *, shard_bytes: int = SHARD_BYTES) -> N
     for name, shard in zip(names, shards, strict=True):
         tensors = {n: live[n].detach().to(device="cpu", dtype=model.serving_dtype, copy=True).contiguous() for n in shard}
         save_file(tensors, path / f"{name}.tmp", metadata={"format": "pt"})
-    stale = [p for p in (*path.glob("model-*-of-*.safetensors"), path / INDEX, path / WHOLE) if many or p.name != WHOLE]
+    config, text = path / "config.json", json.dumps(model.config.to_hf(), indent=2) + "\n"
+    stale = [p for p in (*sorted(path.glob("model-*-of-*.safetensors")), path / INDEX, path / WHOLE) if p.exists() and p.name not in names]
+    if many or stale or not config.is_file() or config.read_text() != text:
+        # More than one file changes: without a config.json nobody takes the directory for a model meanwhile.
+        config.unlink(missing_ok=True)
     for file in stale:
-        file.unlink(missing_ok=True)
+        file.unlink()
     for name in names:
         (path / f"{name}.tmp").replace(path / name)
-    (path / "config.json").write_text(json.dumps(model.config.to_hf(), indent=2) + "\n")
     if many:
         size = sum(t.numel() for t in live.values()) * model.serving_dtype.itemsize
         weight_map = {n: name for name, shard in zip(names, shards, strict=True) for n in shard}
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (path / f"{INDEX}.tmp").write_text(json.dumps(index, indent=2) + "\n")
-        (path / f"{INDEX}.tmp").replace(path / INDEX)
+        (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    if not config.is_file():
+        (path / "config.json.tmp").write_text(text)
+        (path / "config.json.tmp").replace(config)
 
 
 def _shards(model: Model, shard_bytes: int) -> list[list[str]]:

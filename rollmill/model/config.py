@@ -88,7 +88,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         _refuse_foreign_features(raw, kind, family)
         heads, num_layers = raw["num_attention_heads"], raw["num_hidden_layers"]
         kv_heads = raw.get("num_key_value_heads") if family.all_heads_have_keys else raw["num_key_value_heads"]
-        rope = (raw.get("rope_scaling") or {}) | (raw.get("rope_parameters") or {})
+        rope = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
         if raw.get("original_max_position_embeddings"):
             rope["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
         max_position = raw["max_position_embeddings"]

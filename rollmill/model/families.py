@@ -105,6 +105,7 @@ PINNED: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0, None),
     "partial_rotary_factor": (1, None),
     "rope_interleaved": (False, None),
+    "use_mrope": (False, None),
     "quantization_config": (None,),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
@@ -118,11 +119,11 @@ PINNED: dict[str, tuple[Any, ...]] = {
 }
 
 INERT = frozenset(
-    "architectures auto_map bad_words_ids bos_token_id chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id "
-    "finetuning_task id2label initializer_range is_decoder is_llama_config label2id name_or_path output_attentions "
-    "output_hidden_states output_router_logits pad_token_id prefix pretraining_tp problem_type return_dict router_aux_loss_coef "
-    "sep_token_id task_specific_params tf_legacy_loss tokenizer_class torchscript transformers_version unsloth_fixed "
-    "unsloth_version use_bfloat16 use_cache pruned_heads".split()
+    "architectures attn_implementation auto_map bad_words_ids bos_token_id chunk_size_feed_forward cross_attention_hidden_size "
+    "decoder_start_token_id finetuning_task gradient_checkpointing id2label initializer_range is_decoder is_llama_config label2id "
+    "max_sequence_length name_or_path output_attentions output_hidden_states output_router_logits pad_token_id prefix pretraining_tp "
+    "problem_type pruned_heads return_dict router_aux_loss_coef sep_token_id task_specific_params tf_legacy_loss tokenizer_class "
+    "torchscript transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache".split()
 )
 """Keys that change nothing a forward computes: bookkeeping, generation defaults, and settings of a training we do not run.
 

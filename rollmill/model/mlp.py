@@ -30,7 +30,8 @@ class MLP(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, routes: Routes | None) -> torch.Tensor:
         """`routes` is for sparse layers; a dense one has nothing to choose."""
-        return swiglu(F.rms_norm(x_TD, self.norm.shape, self.norm, self.config.norm_eps), self.gate_up, self.down)
+        c = self.config
+        return swiglu(F.rms_norm(x_TD, (c.hidden_size,), self.norm, c.norm_eps), self.gate_up, self.down)
 
     def named_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
         gate, up = self.gate_up.chunk(2)

@@ -35,8 +35,8 @@ class Layer(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, cos_T1E: torch.Tensor, sin_T1E: torch.Tensor, attention: Attention, routes: Routes | None
     ) -> torch.Tensor:
-        x_TD = x_TD + self.attn(x_TD, cos_T1E, sin_T1E, attention)
-        return x_TD + self.mlp(x_TD, routes)
+        x_TD = x_TD + self.attn.forward(x_TD, cos_T1E, sin_T1E, attention)
+        return x_TD + self.mlp.forward(x_TD, routes)
 
     def named_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
         for block in (self.attn, self.mlp):
@@ -52,6 +52,9 @@ def _sparse(config: ModelConfig, index: int) -> MoE:
 
 class Model(nn.Module):
     """A decoder. `forward` gives normed hidden states; `logits` turns chosen rows into fp32 logits."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -71,11 +74,14 @@ class Model(nn.Module):
     def forward(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, attention: Attention, routes: Routes | None = None
     ) -> torch.Tensor:
-        """`routes` records or imposes which experts the sparse layers take."""
+        """`routes` records or imposes which experts the sparse layers take.
+
+        Inside, `forward` is called directly: a small model's step is short enough to notice the bookkeeping of module calls.
+        """
         x_TD = F.embedding(tokens_T, self.embed)
-        cos, sin = self.get_buffer("cos")[positions_T].to(x_TD.dtype), self.get_buffer("sin")[positions_T].to(x_TD.dtype)
+        cos, sin = self.cos[positions_T].to(x_TD.dtype), self.sin[positions_T].to(x_TD.dtype)
         for layer in self.layers:
-            x_TD = layer(x_TD, cos, sin, attention, routes)
+            x_TD = layer.forward(x_TD, cos, sin, attention, routes)
         return F.rms_norm(x_TD, (self.config.hidden_size,), self.norm, self.config.norm_eps)
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
@@ -99,7 +105,7 @@ class Model(nn.Module):
     @torch.no_grad()
     def load_serving(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy tensors into the live parameters, in place. A subset is fine; a foreign name or shape is not."""
-        live = self._slices()
+        live = self.slices()
         for name, value in tensors.items():
             if name not in live:
                 raise ValueError(f"tensor {name!r} is not part of this model; its {len(live)} tensors start with {next(iter(live))!r}")
@@ -111,10 +117,10 @@ class Model(nn.Module):
     @torch.no_grad()
     def patch_serving(self, name: str, positions: torch.Tensor, values: torch.Tensor) -> None:
         """Replace single elements (flat positions, int64) of one stored tensor, in place."""
-        self._slices()[name].view(-1)[positions] = values.to(self.embed.dtype)
+        self.slices()[name].view(-1)[positions] = values.to(self.embed.dtype)
 
-    def _slices(self) -> dict[str, torch.Tensor]:
-        """Made once: a model with experts has tens of thousands of names, and the weight store patches them one by one."""
+    def slices(self) -> dict[str, torch.Tensor]:
+        """Name -> view of the live parameter, without gradient. Made once: a model with experts has tens of thousands of names."""
         if self._views is None:
             self._views = {name: live.detach() for name, live in self.named_slices()}
         return self._views

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -114,6 +117,66 @@ def test_missing_foreign_and_damaged_directories_say_what_is_wrong(tmp_path: Pat
     weights.unlink()
     with pytest.raises(CheckpointError, match="no weights at"):
         load_model(tmp_path)
+
+
+CRASH = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from model_worlds import fresh, tiny
+from rollmill.model import save_model
+old, new = fresh(tiny(), 1), fresh(tiny(rope_theta=500.0 if sys.argv[3] == "config" else 10000.0), 2)
+before, after = (int(size) for size in sys.argv[4:6])
+real = {name: getattr(Path, name) for name in ("unlink", "replace", "write_text")}
+for num_steps in range(40):
+    path = Path(sys.argv[2]) / str(num_steps)
+    save_model(old, path, shard_bytes=before)
+    if child := os.fork():
+        if os.waitpid(child, 0)[1] == 0:
+            break
+        continue
+    left = [num_steps]
+    def counted(name):
+        def step(*args, **options):
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+            return real[name](*args, **options)
+        return step
+    for name in real:
+        setattr(Path, name, counted(name))
+    save_model(new, path, shard_bytes=after)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "before", "after"),
+    [
+        ("weights", 1 << 30, 1 << 30),
+        ("config", 1 << 30, 1 << 30),
+        ("weights", 1 << 30, 30_000),
+        ("weights", 30_000, 1 << 30),
+        ("config", 30_000, 30_000),
+    ],
+)
+def test_save_that_is_killed_leaves_the_old_model_the_new_one_or_none(tmp_path: Path, change: str, before: int, after: int) -> None:
+    command = [sys.executable, "-c", CRASH, str(Path(__file__).parent), str(tmp_path), change, str(before), str(after)]
+    subprocess.run(command, check=True, timeout=60, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    old, new = fresh(tiny(), 1), fresh(tiny(rope_theta=500.0 if change == "config" else 10000.0), 2)
+    seen = []
+    for path in sorted(tmp_path.iterdir(), key=lambda p: int(p.name)):
+        try:
+            model, config = load_model(path)
+        except CheckpointError:
+            seen.append("none")
+            continue
+        held = (config, bits(model.serving_tensors()))
+        seen.append("old" if held == (old.config, bits(old.serving_tensors())) else "new")
+        assert held in [(m.config, bits(m.serving_tensors())) for m in (old, new)]
+    assert seen[0] == "old" and seen[-1] == "new"
+    if (change, before, after) == ("weights", 1 << 30, 1 << 30):
+        assert "none" not in seen
 
 
 def test_shipped_model_is_small_loads_and_knows_the_names() -> None:

@@ -72,14 +72,16 @@ def test_gradients_equal_the_references(name: str, tmp_path: Path) -> None:
     assert mine.keys() == wanted.keys()
     for key, grad in mine.items():
         scale = max(1.0, float(wanted[key].abs().max()))
-        assert float((grad - wanted[key]).abs().max()) <= 1e-4 * scale, key
+        assert float((grad.detach() - wanted[key]).abs().max()) <= 1e-4 * scale, key
 
 
 @pytest.mark.parametrize("name", ROPES)
 @pytest.mark.parametrize("head_dim", [8, 64, 128])
 def test_frequencies_and_attention_factor_follow_the_reference(name: str, head_dim: int) -> None:
     raw = ROPES[name] | {"original_max_position_embeddings": 4096} if name != "linear" else ROPES[name]
-    peer_config = transformers.LlamaConfig(hidden_size=4 * head_dim, num_attention_heads=4, max_position_embeddings=32768, rope_parameters=raw)
+    peer_config = transformers.LlamaConfig(
+        hidden_size=4 * head_dim, num_attention_heads=4, max_position_embeddings=32768, rope_parameters=raw
+    )
     wanted, factor = ROPE_INIT_FUNCTIONS[raw["rope_type"]](peer_config)
     scaling = RopeScaling.from_hf(raw, max_position=32768)
     assert scaling is not None and scaling.attention_factor == pytest.approx(factor)
@@ -114,7 +116,7 @@ def test_every_stored_tensor_is_a_contiguous_view_that_can_be_patched(name: str,
         assert float(live.detach().view(-1)[-1]) == 7.5
     moved = copy.deepcopy(model)
     moved.patch_serving("model.norm.weight", torch.tensor([0]), torch.tensor([3.0]))
-    assert float(moved.norm[0]) == 3.0 and float(model.norm[0]) != 3.0
+    assert moved.norm.tolist()[0] == 3.0 and model.norm.tolist()[0] != 3.0
     half = model.to(torch.bfloat16)
     half.patch_serving("model.norm.weight", torch.tensor([0]), torch.tensor([2.0]))
-    assert float(half.norm[0]) == 2.0
+    assert half.norm.tolist()[0] == 2.0
