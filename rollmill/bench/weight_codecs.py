@@ -139,7 +139,9 @@ class PulseLayout:
             before = np.zeros(count, np.int64)
             before[begins] = np.diff(np.concatenate([[0], cols[begins] - col_steps[begins]]))
             tensor = new[name]
-            _words(Tensor(tensor.dtype, tensor.shape, target[name]))[rows * _row_length(tensor) + cols - np.cumsum(before)] = values
+            _words(Tensor(dtype=tensor.dtype, shape=tensor.shape, data=target[name]))[
+                rows * _row_length(tensor) + cols - np.cumsum(before)
+            ] = values
 
 
 def codecs() -> list[Codec]:

@@ -32,7 +32,7 @@ def pair(dtype: str, shape: tuple[int, ...], density: float, seed: int) -> tuple
     new = old.copy()
     hit = rng.random(old.size) < density
     new[hit] += rng.integers(1, 256, int(hit.sum()), dtype=np.uint8)
-    return {"w": Tensor(dtype, shape, old)}, {"w": Tensor(dtype, shape, new)}
+    return {"w": Tensor(dtype=dtype, shape=shape, data=old)}, {"w": Tensor(dtype=dtype, shape=shape, data=new)}
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +109,9 @@ def test_entropy_is_that_of_places_signs_and_sizes() -> None:
     new = old.copy()
     new[:256] += 1
     new[256:512] -= 1
-    states = [{"w": Tensor("bfloat16", (1024,), codes.view(np.uint8))} for codes in (old, new)]
+    states = [{"w": Tensor(dtype="bfloat16", shape=(1024,), data=codes.view(np.uint8))} for codes in (old, new)]
     assert bits_of_change(*states) == pytest.approx(1024 + 512)
-    wide = [{"w": Tensor("float32", (512,), codes.view(np.uint8))} for codes in (old, new)]
+    wide = [{"w": Tensor(dtype="float32", shape=(512,), data=codes.view(np.uint8))} for codes in (old, new)]
     assert bits_of_change(*wide) is None
 
 
@@ -162,11 +162,11 @@ def test_what_cannot_be_compared_or_read_is_refused(tmp_path: Path, chain: list[
         read_state(f"{tmp_path}@latest")
     bad = tmp_path / "bad.safetensors"
     for content, reason in (
-        (b"", "does not begin"),
-        (b"\xff" * 20, "does not begin"),
-        (struct.pack("<Q", 2) + b"{[", "no JSON"),
-        (chain[0].read_bytes()[:-1], "cut short"),
-        (struct.pack("<Q", 55) + b'{"w":{"dtype":"Q3","shape":[1],"data_offsets":[0,1]}}  ', "dtype Q3"),
+        (b"", "is no safetensors file"),
+        (b"\xff" * 20, "is no safetensors file"),
+        (struct.pack("<Q", 2) + b"{[", "cannot be read"),
+        (chain[0].read_bytes()[:-1], "bytes of tensors where its header promises"),
+        (struct.pack("<Q", 55) + b'{"w":{"dtype":"Q3","shape":[1],"data_offsets":[0,1]}}  ', "Q3"),
     ):
         bad.write_bytes(content)
         with pytest.raises(ValueError, match=reason):
