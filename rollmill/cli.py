@@ -192,6 +192,7 @@ def bench_loop_command(
     target: Annotated[float, typer.Option(help="held-out success to reach")] = 0.8,
     every: Annotated[int, typer.Option(help="weight versions between two held-out looks")] = 5,
     num_heldout: int = 200,
+    max_staleness: Annotated[int, typer.Option(min=0, help="bound of the async mode in versions; 0: the run file's")] = 0,
     seed: int = 0,
     json_: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
 ) -> None:
@@ -200,7 +201,10 @@ def bench_loop_command(
     from rollmill.bench.report import show as show_result
 
     low, high = (float(x) for x in latency.split(","))
-    found = bench_loop(run_file, work, steps=steps, latency_s=(low, high), target=target, every=every, num_heldout=num_heldout, seed=seed)
+    found = bench_loop(
+        run_file, work, steps=steps, latency_s=(low, high), target=target, every=every, num_heldout=num_heldout, seed=seed,
+        max_staleness=max_staleness,
+    )  # fmt: skip
     show_result(found, as_json=json_)
 
 

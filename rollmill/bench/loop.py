@@ -47,9 +47,18 @@ class PinnedStore(WeightStore):
 
 
 def bench_loop(
-    run_file: Path, work: Path, *, steps: int, latency_s: tuple[float, float], target: float, every: int, num_heldout: int, seed: int
+    run_file: Path,
+    work: Path,
+    *,
+    steps: int,
+    latency_s: tuple[float, float],
+    target: float,
+    every: int,
+    num_heldout: int,
+    seed: int,
+    max_staleness: int = 0,
 ) -> dict[str, Any]:
-    """Run both modes and compare when each reached `target` held-out success."""
+    """Run both modes and compare when each reached `target` held-out success; `max_staleness` 0 is the run file's."""
     shutil.rmtree(work, ignore_errors=True)
     found: dict[str, dict[str, Any]] = {}
     for mode in ("async", "sync"):
@@ -63,6 +72,8 @@ def bench_loop(
             "engine.num_slots=192",
             "tasks.num_heldout=0",
         ]
+        if max_staleness and mode == "async":
+            sets.append(f"trainer.max_staleness={max_staleness}")
         say(f"{mode}: {steps} steps with tools that take {latency_s[0]:g} to {latency_s[1]:g} s ...")
         command = [sys.executable, "-m", "rollmill.cli", "train", str(run_file), *(x for s in sets for x in ("--set", s))]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
