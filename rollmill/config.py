@@ -29,6 +29,8 @@ class RunSection(Section):
 class ModelSection(Section):
     path: Path
     """A Hugging Face safetensors directory: where training starts."""
+    numerics: Literal["exact", "fast"] = "exact"
+    """exact: a token's logprob is the same bits in engine and trainer, whatever else is in the batch; fast: what torch does."""
 
 
 class TasksSection(Section):
@@ -84,6 +86,9 @@ class TrainerSection(Section):
     """dppo_tv: pull towards the sampling policy."""
     ratio_cap: float = Field(20.0, ge=1)
     """dppo_tv: the importance ratio is cut here, one-sided."""
+    router_replay: Literal["off", "r3", "r3_plausible"] = "off"
+    """Models with experts: off = the router chooses anew; r3 = the experts that the engine took are imposed; r3_plausible = those
+    that the router finds plausible now."""
     length_norm: float = Field(64.0, gt=0)
     """The constant every episode's token sum is divided by (not its own length)."""
     checkpoint_every: int = Field(1, ge=1)
@@ -103,6 +108,12 @@ class EngineSection(Section):
     """Sequences decoded at once."""
     max_len: int = Field(512, ge=16)
     """Longest context in tokens."""
+    num_pages: int = Field(0, ge=0)
+    """Pages of 64 tokens for keys and values; 0 = room for every slot at full length, or what memory allows."""
+    swap: Literal["keep_kv", "re_prefill"] = "keep_kv"
+    """What becomes of running requests' contexts when new weights arrive: kept, or computed again so that every token is exact."""
+    numerics: Literal["", "exact", "fast", "noisy"] = ""
+    """Another profile than the model's for the engine alone; noisy shows what replay and correction are worth."""
     num_threads: int = Field(1, ge=1)
 
 

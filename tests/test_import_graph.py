@@ -18,14 +18,15 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "telemetry": ("records",),
     "ledger": ("records",),
     "weights": ("records",),
-    "model": ("records",),
+    "ops": ("records",),
+    "model": ("records", "ops"),
     "sandbox": ("records",),
     "tasks": ("records",),
-    "engine": ("records", "model", "weights"),
-    "gateway": ("records", "telemetry", "model.tokenizer", "engine.protocol", "engine.client"),
+    "engine": ("records", "ops", "model", "weights"),
+    "gateway": ("records", "telemetry", "model.tokenizer", "model.route_record", "engine.protocol", "engine.client"),
     "harness": ("records", "gateway", "sandbox"),
     "rollout": ("records", "config", "telemetry", "gateway", "harness", "sandbox", "tasks", "ledger", "model", "engine.protocol"),
-    "trainer": ("records", "config", "telemetry", "model", "weights", "ledger"),
+    "trainer": ("records", "config", "telemetry", "ops", "model", "weights", "ledger"),
 }
 """Part -> what it may import besides itself; `fleet`, `bench` and `cli` stand on top and may import anything but `cli`."""
 
@@ -33,7 +34,7 @@ TOP = ("fleet", "bench", "cli")
 
 WITHOUT_TORCH = (
     "records config telemetry ledger sandbox engine.protocol engine.client tasks tasks.repo harness.tools gateway.session "
-    "gateway harness rollout.dispatcher rollout.role model.tokenizer"
+    "gateway harness rollout.dispatcher rollout.role model.tokenizer model.route_record"
 ).split()
 
 

@@ -40,14 +40,14 @@ def _unavailable(message: str) -> ApiError:
 class Calls:
     """One or more engine requests of one HTTP request. Iterate to hear (index, update) until all have ended."""
 
-    def __init__(self, engine: Engine, requests: list[GenerateRequest], *, streams: bool) -> None:
+    def __init__(self, engine: Engine, requests: list[GenerateRequest], *, streams: bool, score_from: int | None = None) -> None:
         self._engine = engine
         self._queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
         self._open: set[int] = set()
         self.seqs: list[Sequence] = []
         try:
             for index, request in enumerate(requests):
-                self.seqs.append(engine.submit(request, self._listener(index), streams=streams))
+                self.seqs.append(engine.submit(request, self._listener(index), streams=streams, score_from=score_from))
                 self._open.add(index)
         except ValueError as error:
             raise self._refused(ApiError(400, str(error))) from error

@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from rollmill.engine.protocol import MSGPACK, GenerateReply, GenerateRequest, Health, Pressure
+from rollmill.engine.protocol import MSGPACK, GenerateReply, GenerateRequest, Health, Pressure, ScoreReply, ScoreRequest
 
 CONNECT_TIMEOUT_S = 5.0
 # Beyond the engine's own deadline, for the reply to travel.
@@ -69,6 +69,12 @@ class EngineClient:
         read_s = self._timeout_s if request.deadline_s is None else request.deadline_s + GRACE_S
         body = await self._send("POST", "/v1/generate", read_s, data=msgspec.msgpack.encode(request), headers={"content-type": MSGPACK})
         return self._decode(body, GenerateReply, msgspec.msgpack.decode)
+
+    async def score(self, request: ScoreRequest) -> ScoreReply:
+        """Logprobs of given tokens under the served weights."""
+        read_s = self._timeout_s if request.deadline_s is None else request.deadline_s + GRACE_S
+        body = await self._send("POST", "/v1/score", read_s, data=msgspec.msgpack.encode(request), headers={"content-type": MSGPACK})
+        return self._decode(body, ScoreReply, msgspec.msgpack.decode)
 
     async def pressure(self) -> Pressure:
         return self._decode(await self._send("GET", "/v1/pressure", PROBE_S), Pressure, msgspec.json.decode)

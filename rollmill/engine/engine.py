@@ -17,13 +17,25 @@ from enum import StrEnum
 import numpy as np
 import torch
 
+from rollmill.engine.book import PageBook
 from rollmill.engine.forward import Forward, Sampled
-from rollmill.engine.kv import KVCache
 from rollmill.engine.metrics import Metrics
-from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest, Health, Pressure, Timing
+from rollmill.engine.protocol import (
+    FinishReason,
+    GenerateReply,
+    GenerateRequest,
+    Health,
+    Pressure,
+    ScoreReply,
+    ScoreRequest,
+    SwapMode,
+    Timing,
+)
+from rollmill.engine.room import pages_that_fit
 from rollmill.engine.scheduler import QueueFull, Scheduler, Sequence, SequenceState, Step, Update
-from rollmill.engine.slots import Slots
 from rollmill.model import Model, ModelConfig
+from rollmill.model.route_record import RouteRecord, RouteShape
+from rollmill.ops import PAGE
 from rollmill.weights import Fingerprint, WrongBase, WrongWeights, fingerprint
 
 log = logging.getLogger(__name__)
@@ -54,7 +66,7 @@ class _PendingSwap:
 
 
 class Engine:
-    """A model, its cache and its queue. `start` it, `submit` from any thread, `close` it."""
+    """A model, its pages and its queue. `start` it, `submit` from any thread, `close` it."""
 
     def __init__(
         self,
@@ -66,13 +78,16 @@ class Engine:
         max_len: int | None = None,
         max_waiting: int = 256,
         step_tokens: int = 1024,
+        num_pages: int | None = None,
+        swap_mode: SwapMode = SwapMode.KEEP_KV,
         num_threads: int | None = None,
         post: Callable[[Posted], None] | None = None,
         on_failed: Callable[[], None] | None = None,
     ) -> None:
         """`version` names the weights the model holds now; None waits for the first `offer`.
 
-        `post` carries updates to the thread that waits for them; `on_failed` is told when the loop has ended by a failure.
+        `num_pages` bounds the keys and values, in pages of 64 tokens; None takes room for every slot at full length, or what memory
+        allows. `post` carries updates to the thread that waits for them; `on_failed` is told when the loop has ended by a failure.
         """
         self.max_len = min(max_len or config.max_position, config.max_position)
         for name, value, least in (
@@ -85,10 +100,13 @@ class Engine:
                 raise ValueError(f"{name} is {value}, it must be at least {least}")
         self.model, self.config, self.metrics = model, config, Metrics()
         self._num_threads, self._post, self._on_failed = num_threads, post or deliver, on_failed
-        live = next(model.parameters())
-        self._cache = KVCache(config, num_rows=num_slots, max_len=self.max_len, dtype=live.dtype, device=live.device)
-        self._forward = Forward(model, self._cache)
-        self.scheduler = Scheduler(Slots(num_slots, self._cache), max_waiting=max_waiting, step_tokens=step_tokens)
+        self.swap_mode = SwapMode(swap_mode)
+        longest = -(-self.max_len // PAGE)
+        num_pages = pages_that_fit(model, most=num_slots * longest) if num_pages is None else num_pages
+        if num_pages < longest:
+            raise ValueError(f"{num_pages} pages of {PAGE} tokens cannot hold one context of {self.max_len}; give more, or lower max_len")
+        self._forward = Forward(model, num_pages=num_pages)
+        self.scheduler = Scheduler(PageBook(num_pages), num_slots=num_slots, max_waiting=max_waiting, step_tokens=step_tokens)
         self._keys = itertools.count()
         self._by_key: dict[int, Sequence] = {}
         self._cond = threading.Condition()
@@ -109,11 +127,29 @@ class Engine:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, request: GenerateRequest, on_update: Callable[[Sequence, Update], None], *, streams: bool = False) -> Sequence:
+    def submit(
+        self,
+        request: GenerateRequest,
+        on_update: Callable[[Sequence, Update], None],
+        *,
+        streams: bool = False,
+        score_from: int | None = None,
+    ) -> Sequence:
         """Queue a request. `on_update` hears every step's tokens when `streams`, and always the end."""
-        request.check(vocab_size=self.config.vocab_size, max_len=self.max_len)
+        # Nothing is sampled behind what is only scored.
+        request.check(vocab_size=self.config.vocab_size, max_len=self.max_len + (score_from is not None))
+        if request.routes_from is not None and self.config.moe is None:
+            raise ValueError("routes_from is set, but this model has no experts; leave it out")
         seed = request.seed if request.seed is not None else secrets.randbits(63)
-        seq = Sequence(key=next(self._keys), request=request, seed=seed, arrived_at=time.monotonic(), on_update=on_update, streams=streams)
+        seq = Sequence(
+            key=next(self._keys),
+            request=request,
+            seed=seed,
+            arrived_at=time.monotonic(),
+            on_update=on_update,
+            streams=streams,
+            score_from=score_from,
+        )
         with self._cond:
             if self.phase is not EnginePhase.SERVING or self._stopping:
                 raise NotServing(f"the engine is {self.phase}{': ' + self.note if self.note else ''}; try again later")
@@ -128,6 +164,19 @@ class Engine:
         """Queue a request and get its reply later."""
         future: Future[GenerateReply] = Future()
         self.submit(request, lambda seq, update: future.set_result(reply_of(seq)))
+        return future
+
+    def score(self, request: ScoreRequest) -> Future[ScoreReply]:
+        """Queue tokens to be scored; the future fails when they could not be."""
+        future: Future[ScoreReply] = Future()
+
+        def ended(seq: Sequence, update: Update) -> None:
+            if update.finished is FinishReason.LENGTH:
+                future.set_result(score_of(seq, self.version))
+            else:
+                future.set_exception(RuntimeError(f"the tokens were not scored: {update.finished}"))
+
+        self.submit(request.as_generate(), ended, score_from=request.start)
         return future
 
     def cancel(self, seq: Sequence) -> None:
@@ -159,12 +208,11 @@ class Engine:
             self._thread.join(timeout_s)
 
     def pressure(self) -> Pressure:
-        running = list(self.scheduler.running)
         return Pressure(
-            running=len(running),
+            running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting) + len(self._inbox),
-            slots=self._cache.num_rows,
-            kv_used_frac=sum(seq.num_computed for seq in running) / (self._cache.num_rows * self.max_len),
+            slots=self.scheduler.num_slots,
+            kv_used_frac=1 - self.scheduler.book.num_available / self.scheduler.book.num_pages,
             version=self.version,
             tokens_per_s=self.metrics.tokens_per_s(time.monotonic()),
         )
@@ -231,11 +279,14 @@ class Engine:
     def _step(self) -> None:
         began = time.monotonic()
         step = self.scheduler.plan(began)
-        if not self.scheduler.running:
+        if not step.chunks:
             return
-        sampled = self._forward.compute(step, self.scheduler.running)
+        sampled = self._forward.compute(step)
+        for chunk in step.chunks:
+            self.scheduler.computed(chunk)
         now = time.monotonic()
         ended = self._append(sampled, now)
+        ended += [(c.seq, self._scored(c.seq)) for c in step.chunks if c.seq.score_from is not None and c.end == len(c.seq.tokens)]
         updates: Posted = [(seq, self._news(seq)) for seq in sampled.seqs if seq.streams and seq.num_sent < seq.num_sampled]
         if ended:
             self._finish(ended, updates)
@@ -243,6 +294,10 @@ class Engine:
         self._observe(step, now - began)
         if updates:
             self._post(updates)
+
+    @staticmethod
+    def _scored(seq: Sequence) -> FinishReason:
+        return FinishReason.LENGTH if np.isfinite(seq.logprobs).all() else FinishReason.ERROR
 
     def _append(self, sampled: Sampled, now: float) -> list[tuple[Sequence, FinishReason]]:
         """Give every sequence its token. Returns who ends by it, and why."""
@@ -256,6 +311,8 @@ class Engine:
             num_sampled = len(seq.logprobs)
             if num_sampled == 1:
                 seq.first_token_at = now
+            if not seq.is_clean and seq.stale_from is None:
+                seq.stale_from = num_sampled - 1
             if token in seq.stop_ids:
                 ended.append((seq, FinishReason.STOP))
             elif num_sampled >= seq.request.max_tokens:
@@ -269,17 +326,25 @@ class Engine:
         start, seq.num_sent = seq.num_sent, seq.num_sampled
         return Update(token_ids=seq.tokens[seq.num_prompt + start :], logprobs=seq.logprobs[start:], finished=finished)
 
+    def _record_routes(self, seq: Sequence) -> None:
+        moe, start = self.config.moe, seq.request.routes_from
+        if moe is None or start is None or seq.holding is None:
+            return
+        sparse = tuple(layer for layer in range(self.config.num_layers) if self.config.is_sparse(layer))
+        shape = RouteShape(num_layers=self.config.num_layers, layers=sparse, num_experts=moe.num_experts, top_k=moe.top_k)
+        seq.routes = RouteRecord.of(self._forward.routes(seq, start), shape).to_bytes()
+
     def _finish(self, ended: list[tuple[Sequence, FinishReason]], updates: Posted | None = None) -> None:
         """End sequences; their last updates join `updates`, or are posted at once when none is given."""
         batch: Posted = [] if updates is None else updates
         now = time.monotonic()
         for seq, reason in ended:
-            if reason is FinishReason.ERROR and seq.row >= 0:
-                # A NaN left in the row would reach its next tenant through masked positions.
+            if reason is FinishReason.ERROR and seq.state is SequenceState.RUNNING:
                 log.error("request %d: the model's logits are not numbers (version %d)", seq.key, self.version)
-                self._cache.clear_row(seq.row)
-            retain = reason in (FinishReason.STOP, FinishReason.LENGTH)
-            self.scheduler.finish(seq, reason, version=self.version, now=now, retain=retain)
+                self._forward.wipe(seq)
+            elif seq.state is SequenceState.RUNNING:
+                self._record_routes(seq)
+            self.scheduler.finish(seq, reason, version=self.version, now=now)
             del self._by_key[seq.key]
             self.metrics.finished.labels(reason).inc()
             batch.append((seq, self._news(seq, reason)))
@@ -294,8 +359,9 @@ class Engine:
         for seq in step.admitted:
             m.queue_s.observe(seq.admitted_at - seq.arrived_at)
             m.reused_tokens.inc(seq.num_reused)
-        if step.chunks:
-            m.prefill_tokens.inc(sum(c.end - c.start for c in step.chunks))
+        m.preemptions.inc(len(step.preempted))
+        m.kept_pages.set(self.scheduler.book.num_kept)
+        m.prefill_tokens.inc(sum(c.end - c.start for c in step.chunks[step.num_decode :]))
 
     def _swap(self, pending: _PendingSwap) -> None:
         """Let the offered version in, or hear why the old one serves on."""
@@ -315,20 +381,23 @@ class Engine:
         pending.outcome.set_result(accepted)
 
     def _adopt(self, version: int, live: Fingerprint) -> None:
-        for seq in self.scheduler.running:
+        for seq in [*self.scheduler.running, *self.scheduler.waiting]:
             seq.stamp(self.version)
-            seq.is_clean = False
-        self.scheduler.slots.forget_retained()
+            seq.is_clean = seq.state is SequenceState.WAITING
+        self.model.ops.refresh()
+        self.scheduler.book.forget()
+        self.scheduler.restart(only_scores=self.swap_mode is SwapMode.KEEP_KV)
         self.version, self.fingerprint, self.note = version, live.total, ""
         self.metrics.version.set(version)
         if self.phase is EnginePhase.STARTING:
             self.phase = EnginePhase.SERVING
-        everyone = [*self.scheduler.waiting.values(), *self.scheduler.running]
+        everyone = [*self.scheduler.waiting, *self.scheduler.running]
         if unmet := [(seq, FinishReason.VERSION) for seq in everyone if seq.request.exact_version not in (None, version)]:
             self._finish(unmet)
 
     def _refuse(self, version: int, error: Exception) -> None:
-        self.note = f"version {version} was refused and version {self.version} serves on: {error}"
+        now = f"version {self.version} serves on" if self.version >= 0 else "nothing is served yet"
+        self.note = f"version {version} was refused and {now}: {error}"
         log.error("%s", self.note)
         if isinstance(error, WrongWeights) and error.is_lost:
             self._fail(f"the weights of version {self.version} could not be put back after a refused swap")
@@ -371,9 +440,17 @@ def reply_of(seq: Sequence) -> GenerateReply:
         finish_reason=seq.finish_reason,
         seed=seq.seed,
         num_reused=seq.num_reused,
+        stale_from=seq.stale_from,
+        routes=seq.routes,
         timing=Timing(
             queue_s=(seq.admitted_at or seq.finished_at) - seq.arrived_at,
             first_token_s=seq.first_token_at - seq.arrived_at if seq.first_token_at else 0.0,
             total_s=seq.finished_at - seq.arrived_at,
         ),
     )
+
+
+def score_of(seq: Sequence, version: int) -> ScoreReply:
+    """The reply of tokens that were scored; a swap on the way has started them again, so `version` computed them all."""
+    assert seq.score_from is not None
+    return ScoreReply(logprobs=np.asarray(seq.logprobs, "<f4").tobytes(), version=version, start=seq.score_from)

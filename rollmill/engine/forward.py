@@ -1,19 +1,23 @@
-"""Computes one planned step: packs the tokens, runs the model over the cache, samples; knows no queue, no clock and no versions.
+"""Computes one planned step: packs the tokens, runs the model over the pages, samples or scores; knows no queue, no clock, no versions.
 
-Shapes: T packed tokens, N sampled rows, B decoding rows, D hidden.
+Shapes: T packed tokens, N sampled rows, R scored rows, L layers, K experts per token, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from rollmill.engine.kv import KVCache, StepAttention
-from rollmill.engine.sampling import sample
-from rollmill.engine.scheduler import Sequence, Step
-from rollmill.model import Model
+from rollmill.engine.sampling import Lanes, sample
+from rollmill.engine.scheduler import Chunk, Sequence, Step
+from rollmill.model import Model, PagedAttention, RecordedRoutes
+from rollmill.ops import PAGE, Pages, Spans, tempered
+
+# Rows of logits that are made at once when a prompt is scored: a bound on memory, without effect on the bits.
+SCORE_ROWS = 512
 
 
 class Sampled(NamedTuple):
@@ -24,65 +28,101 @@ class Sampled(NamedTuple):
     logprobs: list[float]
 
 
-class Packed(NamedTuple):
-    """A step as one flat batch: decoding rows first, then the chunks."""
-
-    tokens: list[int]
-    positions: list[int]
-    rows: list[int]
-    """Packed index of each token whose successor is sampled."""
-    seqs: list[Sequence]
-    """For whom, in the order of `rows`."""
-
-
-def pack(step: Step, running: list[Sequence]) -> Packed:
-    seqs = running[: step.num_decode]
-    tokens = [seq.tokens[-1] for seq in seqs]
-    positions = [seq.num_computed for seq in seqs]
-    rows = list(range(step.num_decode))
-    for chunk in step.chunks:
-        seq = running[chunk.row]
-        tokens += seq.tokens[chunk.start : chunk.end]
-        positions += range(chunk.start, chunk.end)
-        if chunk.end == seq.num_prompt:
-            rows.append(len(tokens) - 1)
-            seqs.append(seq)
-    return Packed(tokens, positions, rows, seqs)
-
-
 class Forward:
-    """A model and its cache."""
+    """A model and its pages; for a model with experts also, slot by slot, which of them each token took."""
 
-    def __init__(self, model: Model, cache: KVCache) -> None:
-        self.model, self.cache = model, cache
+    def __init__(self, model: Model, *, num_pages: int) -> None:
+        c = model.config
+        self.model, self.num_pages = model, num_pages
+        self.pages: Pages = model.ops.new_pages(
+            num_pages, num_layers=c.num_layers, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=model.embed.dtype
+        )
+        self._routes_SLK: np.ndarray | None = None
+        if c.moe:
+            # By slot, as the keys are: what a shared page's tokens took is known to whoever shares it.
+            self._routes_SLK = np.full((num_pages * PAGE, c.num_layers, c.moe.top_k), -1, np.int16)
         self._lanes_for: list[Sequence] = []
-        self._lanes: dict[str, np.ndarray] = {}
+        self._lanes: Lanes | None = None
 
     @torch.inference_mode()
-    def compute(self, step: Step, running: list[Sequence]) -> Sampled:
-        """Run the step and move every sequence's `num_computed` on."""
-        batch, device = pack(step, running), self.cache.kv.device
-        lens_B = np.array(batch.positions[: step.num_decode], np.int64)
-        attention = StepAttention(self.cache, decode_len_B=lens_B, chunks=step.chunks)
-        hidden_TD = self.model(torch.tensor(batch.tokens, device=device), torch.tensor(batch.positions, device=device), attention)
-        for seq in running[: step.num_decode]:
-            seq.num_computed += 1
+    def compute(self, step: Step) -> Sampled:
+        """Run the step. Scored logprobs go straight to their sequences."""
+        hidden_TD = self._hidden(step.chunks)
+        seqs: list[Sequence] = []
+        rows: list[int] = []
+        at = 0
         for chunk in step.chunks:
-            running[chunk.row].num_computed = chunk.end
-        if not batch.seqs:
+            at += chunk.end - chunk.start
+            if chunk.seq.score_from is not None:
+                self._score(chunk, hidden_TD[at - (chunk.end - chunk.start) : at])
+            elif chunk.end == len(chunk.seq.tokens):
+                seqs.append(chunk.seq)
+                rows.append(at - 1)
+        if not seqs:
             return Sampled([], [], [])
-        hidden_ND = hidden_TD if len(batch.rows) == len(batch.tokens) else hidden_TD[torch.tensor(batch.rows, device=device)]
-        ids, logprobs = sample(self.model.logits(hidden_ND), **self._sampling_lanes(batch.seqs))
-        return Sampled(batch.seqs, ids, logprobs)
+        hidden_ND = hidden_TD if len(rows) == len(hidden_TD) else hidden_TD[torch.tensor(rows, device=hidden_TD.device)]
+        positions_N = np.array([len(s.tokens) for s in seqs], np.int64)
+        ids, logprobs = sample(self.model.ops, self.model.logits(hidden_ND), self._lanes_of(seqs), positions_N)
+        return Sampled(seqs, ids, logprobs)
 
-    def _sampling_lanes(self, seqs: list[Sequence]) -> dict[str, np.ndarray]:
-        """Sampling parameters as arrays; all but the position change only when the batch's membership does."""
-        if seqs != self._lanes_for:
+    def _hidden(self, chunks: list[Chunk]) -> torch.Tensor:
+        device = self.model.embed.device
+        held = [c.seq.holding for c in chunks]
+        spans = Spans.of(
+            new=[c.end - c.start for c in chunks],
+            before=[c.start for c in chunks],
+            pages=[h.pages for h in held if h is not None],
+            device=device,
+        )
+        tokens = np.fromiter(chain.from_iterable(c.seq.tokens[c.start : c.end] for c in chunks), np.int64)
+        positions = np.fromiter(chain.from_iterable(range(c.start, c.end) for c in chunks), np.int64)
+        recorded = RecordedRoutes(self.model.config) if self._routes_SLK is not None else None
+        hidden_TD = self.model(
+            torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device), PagedAttention(self.pages, spans), recorded
+        )
+        if recorded is not None:
+            assert self._routes_SLK is not None
+            self._routes_SLK[spans.slots_T.cpu().numpy()] = recorded.ids_TLK().cpu().numpy()
+        return hidden_TD
+
+    def _score(self, chunk: Chunk, hidden_TD: torch.Tensor) -> None:
+        """Logprobs of the tokens that follow the chunk's own, from `score_from` on."""
+        seq = chunk.seq
+        assert seq.score_from is not None
+        first = max(seq.score_from, chunk.start + 1)
+        last = min(chunk.end + 1, len(seq.tokens))
+        for begin in range(first, last, SCORE_ROWS):
+            end = min(begin + SCORE_ROWS, last)
+            logits_RV = self.model.logits(hidden_TD[begin - 1 - chunk.start : end - 1 - chunk.start])
+            ids_R = torch.tensor(seq.tokens[begin:end], device=logits_RV.device)
+            seq.logprobs += self.model.ops.score(tempered(logits_RV, seq.request.temperature), ids_R)[0].tolist()
+
+    def _lanes_of(self, seqs: list[Sequence]) -> Lanes:
+        """Sampling parameters as arrays; they change only when the batch's membership does."""
+        if self._lanes is None or seqs != self._lanes_for:
             self._lanes_for = seqs
-            self._lanes = {
-                "temperature_N": np.array([s.request.temperature for s in seqs], np.float64),
-                "top_p_N": np.array([s.request.top_p for s in seqs], np.float64),
-                "top_k_N": np.array([s.request.top_k for s in seqs], np.int64),
-                "seed_N": np.array([s.seed for s in seqs], np.int64),
-            }
-        return {**self._lanes, "position_N": np.array([len(s.tokens) for s in seqs], np.int64)}
+            self._lanes = Lanes(
+                temperature_N=np.array([s.request.temperature for s in seqs], np.float64),
+                top_p_N=np.array([s.request.top_p for s in seqs], np.float64),
+                top_k_N=np.array([s.request.top_k for s in seqs], np.int64),
+                seed_N=np.array([s.seed for s in seqs], np.int64),
+            )
+        return self._lanes
+
+    def routes(self, seq: Sequence, start: int) -> np.ndarray:
+        """int16[T, L, K]: the experts that the tokens from `start` to the last computed one took; -1 in dense layers."""
+        assert self._routes_SLK is not None and seq.holding is not None
+        position_T = np.arange(start, seq.num_computed)
+        pages = np.asarray(seq.holding.pages, np.int64)
+        return self._routes_SLK[pages[position_T // PAGE] * PAGE + position_T % PAGE]
+
+    @torch.inference_mode()
+    def wipe(self, seq: Sequence) -> None:
+        """Overwrite its keys and values: a number that is none would reach the pages' next owner through masked positions."""
+        if seq.holding is None or not seq.num_computed:
+            return
+        c = self.model.config
+        spans = Spans.of(new=[seq.num_computed], before=[0], pages=[seq.holding.pages], device=self.model.embed.device)
+        zeros = torch.zeros(seq.num_computed, c.num_kv_heads, c.head_dim, dtype=self.model.embed.dtype, device=self.model.embed.device)
+        for layer in range(c.num_layers):
+            self.pages.write(layer, zeros, zeros, spans)

@@ -59,13 +59,17 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     stop_ids: list[int] = []
     """Token ids that end the request."""
     session: str | None = None
-    """Requests of one conversation carry the same key, and reuse its key/value cache while the weights stay the same."""
+    """Requests of one conversation carry the same key, by which a router sends them to one replica; contexts are shared by their tokens."""
+    queue: str = ""
+    """The line it waits in. Each line is first come first served, and the lines take turns: one client's flood delays its own."""
     min_version: int | None = None
     """Refuse (409) when the served weight version is older."""
     exact_version: int | None = None
     """Refuse (409) when the served weight version is any other."""
     deadline_s: float | None = None
     """Seconds after arrival at which the request ends with what it has."""
+    routes_from: int | None = None
+    """Record the experts of tokens from this position of prompt + sampled on; None: none."""
 
     def check(self, *, vocab_size: int, max_len: int) -> None:
         """Raise ValueError, naming field and value, for what this engine cannot serve."""
@@ -93,6 +97,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ValueError(f"seed is {self.seed}, it must be between 0 and 2**63 - 1")
         if self.session is not None and not 0 < len(self.session) <= 256:
             raise ValueError(f"session has {len(self.session)} characters, it must have 1 to 256")
+        if len(self.queue) > 256:
+            raise ValueError(f"queue has {len(self.queue)} characters, it must have at most 256")
+        if self.routes_from is not None and not 0 <= self.routes_from <= len(self.prompt_ids):
+            raise ValueError(f"routes_from is {self.routes_from}, the prompt has {len(self.prompt_ids)} tokens")
         if self.deadline_s is not None and not 0 < self.deadline_s <= 86400:
             raise ValueError(f"deadline_s is {self.deadline_s}, it must be above 0 and at most 86400")
 
@@ -129,7 +137,14 @@ class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     """The seed in force, drawn when the request had none."""
     num_reused: int
-    """Prompt tokens whose keys and values came from the session's cache."""
+    """Prompt tokens whose keys and values an earlier request with the same beginning had computed."""
+    stale_from: int | None = None
+    """First sampled token whose context was in part computed by older weights (a swap that kept the cache); None: no token."""
+    replica: str = ""
+    """Name of the replica that sampled; empty when it has none, and the caller goes by its address."""
+    routes: bytes = b""
+    """Route record of tokens routes_from .. prompt + sampled - 1, one row per computed token; the last sampled token has no row
+    since it was never computed. Empty when none was asked for or the model has no experts."""
     timing: Timing
 
     @property
@@ -143,6 +158,65 @@ class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):
         for span in self.spans:
             out[span.start : span.end] = span.version
         return out
+
+
+class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Logprobs of given tokens, as one prefill computes them: what an audit compares sampled ones with.
+
+    >>> ScoreRequest(token_ids=[1, 2, 3], start=2).start
+    2
+    """
+
+    schema: int = PROTOCOL_SCHEMA
+    token_ids: list[int]
+    """At least two: a token is scored by those before it."""
+    start: int = 1
+    """First position that is scored."""
+    temperature: float = 1.0
+    """As in the request that sampled them; 0 counts as 1."""
+    exact_version: int | None = None
+    """Refuse (409) when the served weight version is any other, also when it changes on the way."""
+    deadline_s: float | None = None
+    """Seconds after arrival at which the request fails."""
+    queue: str = ""
+    """As in `GenerateRequest`."""
+
+    def as_generate(self) -> GenerateRequest:
+        """The same, as what the scheduler runs; checks what is particular to scoring."""
+        if not 1 <= self.start < len(self.token_ids):
+            raise ValueError(f"start is {self.start} of {len(self.token_ids)} tokens; it must be at least 1 and below their number")
+        return GenerateRequest(
+            schema=self.schema,
+            prompt_ids=self.token_ids,
+            max_tokens=1,
+            temperature=self.temperature,
+            exact_version=self.exact_version,
+            deadline_s=self.deadline_s,
+            queue=self.queue,
+        )
+
+
+class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
+    """One logprob per token from `start` on, all by one weight version."""
+
+    schema: int = PROTOCOL_SCHEMA
+    logprobs: bytes
+    """float32 little-endian, as in `GenerateReply`."""
+    version: int
+    start: int
+
+    @property
+    def logprobs_T(self) -> np.ndarray:
+        return np.frombuffer(self.logprobs, "<f4")
+
+
+class SwapMode(StrEnum):
+    """What becomes of running requests' keys and values when the weights change."""
+
+    KEEP_KV = "keep_kv"
+    """They are kept: no work is lost, and later tokens see a context that older weights computed."""
+    RE_PREFILL = "re_prefill"
+    """They are computed again: every token is then a function of one version's weights, at the cost of a prefill."""
 
 
 class Pressure(msgspec.Struct, frozen=True, kw_only=True):

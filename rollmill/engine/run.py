@@ -11,10 +11,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import uvicorn
 from starlette.applications import Starlette
 
 from rollmill.engine.engine import Engine, EnginePhase, Posted, deliver
+from rollmill.engine.protocol import SwapMode
 from rollmill.engine.server import make_app
 from rollmill.engine.service import Service
 from rollmill.engine.swap import WeightWatch, follower_of
@@ -56,6 +58,11 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+def compute_dtype(device: str) -> torch.dtype:
+    """A CPU computes in float32 with weights that the serving dtype holds exactly; a GPU in the serving dtype itself."""
+    return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+
+
 async def run_engine(
     model_path: Path,
     *,
@@ -69,6 +76,9 @@ async def run_engine(
     max_len: int | None = None,
     max_waiting: int = 256,
     step_tokens: int = 1024,
+    num_pages: int | None = None,
+    swap_mode: SwapMode = SwapMode.KEEP_KV,
+    numerics: str = "exact",
     device: str = "cpu",
     model_name: str | None = None,
     on_ready: Callable[[int], None] | None = None,
@@ -93,7 +103,9 @@ async def run_engine(
             # A failed engine cannot recover in place: the process ends, and whoever supervises it starts another.
             server.should_exit = True
 
-        model, config = await asyncio.to_thread(load_model, model_path, device=device)
+        model, config = await asyncio.to_thread(
+            load_model, model_path, device=device, compute_dtype=compute_dtype(device), numerics=numerics
+        )
         tokenizer = Tokenizer(model_path) if (model_path / "tokenizer.json").is_file() else None
         engine = Engine(
             model,
@@ -103,6 +115,8 @@ async def run_engine(
             max_len=max_len,
             max_waiting=max_waiting,
             step_tokens=step_tokens,
+            num_pages=num_pages,
+            swap_mode=swap_mode,
             num_threads=num_threads,
             post=post,
             on_failed=leave,

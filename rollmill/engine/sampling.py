@@ -6,8 +6,11 @@ distribution: the neighbours in the batch cannot move it. Shapes: N rows, V voca
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import torch
+
+from rollmill.ops import Ops, tempered
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
@@ -26,54 +29,50 @@ def keyed_uniform(seed_N: np.ndarray, position_N: np.ndarray) -> np.ndarray:
     return (_mix64(key_N + (position_N.astype(np.uint64) + np.uint64(1)) * _GOLDEN) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _keep_mask(probs_NV: torch.Tensor, top_p_N: torch.Tensor, top_k_N: torch.Tensor) -> torch.Tensor:
+class Lanes(msgspec.Struct, frozen=True, kw_only=True):
+    """The sampling parameters of N rows."""
+
+    temperature_N: np.ndarray
+    top_p_N: np.ndarray
+    top_k_N: np.ndarray
+    seed_N: np.ndarray
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether any row samples from less than the whole vocabulary."""
+        return bool((self.top_p_N < 1).any() or (self.top_k_N > 0).any())
+
+
+def _keep_mask(logits_NV: torch.Tensor, top_p_N: torch.Tensor, top_k_N: torch.Tensor) -> torch.Tensor:
     """The tokens that top_p and top_k leave; the most likely one always stays."""
-    sorted_NV, order_NV = probs_NV.sort(dim=-1, descending=True, stable=True)
+    sorted_NV, order_NV = logits_NV.softmax(-1).sort(dim=-1, descending=True, stable=True)
     before_NV = sorted_NV.cumsum(-1, dtype=torch.float64) - sorted_NV
-    rank_V = torch.arange(probs_NV.shape[1], device=probs_NV.device)
+    rank_V = torch.arange(logits_NV.shape[1], device=logits_NV.device)
     keep_NV = (before_NV < top_p_N[:, None]) | (top_p_N[:, None] >= 1)
     keep_NV &= (rank_V < top_k_N[:, None]) | (top_k_N[:, None] <= 0)
     keep_NV[:, 0] = True
     return torch.zeros_like(keep_NV).scatter_(1, order_NV, keep_NV)
 
 
-def sample(
-    logits_NV: torch.Tensor,
-    *,
-    temperature_N: np.ndarray,
-    top_p_N: np.ndarray,
-    top_k_N: np.ndarray,
-    seed_N: np.ndarray,
-    position_N: np.ndarray,
-) -> tuple[list[int], list[float]]:
+def sample(ops: Ops, logits_NV: torch.Tensor, lanes: Lanes, position_N: np.ndarray) -> tuple[list[int], list[float]]:
     """Token and logprob per row, with one transfer to the host.
 
     The logprob is the float32 log-softmax of logits / temperature, before top_p and top_k; at temperature 0 that of the plain logits.
     A row whose logits are not numbers gives logprob nan.
     """
-    device = logits_NV.device
-    greedy_N = temperature_N == 0
-    if not (temperature_N == 1).all():
-        scale_N = np.where(greedy_N, 1.0, temperature_N).astype(np.float32)
-        logits_NV = logits_NV / torch.from_numpy(scale_N).to(device)[:, None]
-    logprobs_NV = logits_NV.log_softmax(-1)
+    device, greedy_N = logits_NV.device, lanes.temperature_N == 0
+    logits_NV = tempered(logits_NV, lanes.temperature_N)
     if greedy_N.all():
-        picked_N = logprobs_NV.argmax(-1)
+        picked_N = logits_NV.argmax(-1)
     else:
-        probs_NV = logprobs_NV.exp()
-        if (top_p_N < 1).any() or (top_k_N > 0).any():
-            keep_NV = _keep_mask(probs_NV, torch.from_numpy(top_p_N).to(device), torch.from_numpy(top_k_N).to(device))
-            probs_NV = probs_NV * keep_NV
-        # float64: in float32 the running sum would give unlikely tokens a share of up to 6e-8 that is not theirs.
-        cumulative_NV = probs_NV.cumsum(-1, dtype=torch.float64)
-        total_N1 = cumulative_NV[:, -1:]
-        u_N1 = torch.from_numpy(keyed_uniform(seed_N, position_N)).to(device)[:, None]
-        # Rounding may lift u * total to total itself, which lies beyond every token.
-        point_N1 = torch.minimum(u_N1 * total_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
-        picked_N = torch.searchsorted(cumulative_NV, point_N1, right=True)[:, 0].clamp_(max=logits_NV.shape[1] - 1)
+        open_NV = logits_NV
+        if lanes.is_cut:
+            keep_NV = _keep_mask(logits_NV, torch.from_numpy(lanes.top_p_N).to(device), torch.from_numpy(lanes.top_k_N).to(device))
+            open_NV = logits_NV.masked_fill(~keep_NV, float("-inf"))
+        picked_N = ops.pick(open_NV, torch.from_numpy(keyed_uniform(lanes.seed_N, position_N)).to(device))
         if greedy_N.any():
-            picked_N = torch.where(torch.from_numpy(greedy_N).to(device), logprobs_NV.argmax(-1), picked_N)
-    logprob_N = logprobs_NV.gather(1, picked_N[:, None])[:, 0]
+            picked_N = torch.where(torch.from_numpy(greedy_N).to(device), logits_NV.argmax(-1), picked_N)
+    logprob_N, _ = ops.score(logits_NV, picked_N)
     # Both fit float64 exactly (ids below 2**53), so one transfer carries them.
     ids, logprobs = torch.stack((picked_N.double(), logprob_N.double())).tolist()
     return [int(i) for i in ids], logprobs

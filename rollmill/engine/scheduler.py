@@ -1,23 +1,26 @@
-"""Who waits, who runs and what the next step computes, first come first served; knows no clock, no tensor and no thread.
+"""Who waits, who runs and what the next step computes; knows no clock, no tensor and no thread.
 
 WAITING -> RUNNING -> FINISHED(reason)
-   |________________________^        (cancelled, deadline, version: also straight from the queue)
+   |  \\<- preempted -/       ^        (its tokens are kept; the exact profile computes the same bits again)
+   |__________________________|        (cancelled, deadline, version: also straight from the queue)
+
+Every line of clients (`queue`) is first come first served, and the lines take turns.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 
 import msgspec
 
-from rollmill.engine.kv import Chunk
+from rollmill.engine.book import Holding, OutOfPages, PageBook
 from rollmill.engine.protocol import FinishReason, GenerateRequest, VersionSpan
-from rollmill.engine.slots import Slots
+from rollmill.ops.base import PAGE
 
-# A step that is full of decoding rows still moves the first waiting prompt on by this much, so nobody starves.
+# A step that is full of decoding requests still moves the first unfinished prompt on by this much, so nobody starves.
 MIN_PREFILL_TOKENS = 16
 
 
@@ -51,36 +54,40 @@ class Sequence:
         arrived_at: float,
         on_update: Callable[[Sequence, Update], None],
         streams: bool,
+        score_from: int | None = None,
     ) -> None:
+        """With `score_from` nothing is sampled: `logprobs` are those of the prompt's own tokens from that position on."""
         self.key, self.request, self.seed, self.arrived_at = key, request, seed, arrived_at
-        self.on_update, self.streams = on_update, streams
+        self.on_update, self.streams, self.score_from = on_update, streams, score_from
         self.deadline_at = arrived_at + request.deadline_s if request.deadline_s is not None else None
         self.stop_ids = frozenset(request.stop_ids)
         self.tokens = list(request.prompt_ids)
         self.num_prompt = len(self.tokens)
         self.num_computed = 0
+        """Tokens whose keys and values are in its pages."""
         self.num_reused = 0
         self.num_sent = 0
-        self.row = -1
+        self.holding: Holding | None = None
         self.logprobs: list[float] = []
         self.spans: list[VersionSpan] = []
         self.is_clean = True
-        """Whether every key and value of its row came from the served weights."""
+        """Whether every key and value of its pages came from the served weights."""
+        self.stale_from: int | None = None
+        """First sampled token whose context older weights had computed."""
+        self.routes = b""
+        """Record of the experts its tokens took, made when it ends."""
         self.state = SequenceState.WAITING
         self.finish_reason: FinishReason | None = None
         self.admitted_at = self.first_token_at = self.finished_at = 0.0
-
-    @property
-    def session(self) -> str | None:
-        return self.request.session
 
     @property
     def num_sampled(self) -> int:
         return len(self.tokens) - self.num_prompt
 
     @property
-    def is_decoding(self) -> bool:
-        return self.num_computed >= self.num_prompt
+    def max_shared(self) -> int:
+        """Leading tokens whose hidden states nobody asks for. The last token is always computed: it is what is sampled from."""
+        return len(self.tokens) - 1 if self.score_from is None else max(self.score_from - 1, 0)
 
     def stamp(self, version: int) -> None:
         """Attribute the tokens sampled since the last stamp to `version`."""
@@ -94,36 +101,81 @@ class Sequence:
         self.state, self.finish_reason, self.finished_at = SequenceState.FINISHED, reason, now
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """What to compute next: one token for each of the first `num_decode` rows, then the chunks."""
+class Chunk(msgspec.Struct, frozen=True):
+    """Tokens [start, end) of a request, to be computed in this step; at the end of its tokens the next one is sampled."""
 
-    num_decode: int
+    seq: Sequence
+    start: int
+    end: int
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """What to compute next: requests with one token to go first, then longer pieces."""
+
     chunks: list[Chunk]
+    num_decode: int
+    """How many of the chunks, from the first on, have one token."""
     admitted: list[Sequence]
+    preempted: list[Sequence]
+
+
+class WaitingLines:
+    """Lines of waiting requests that take turns; within one, first come first served."""
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[str, OrderedDict[int, Sequence]] = OrderedDict()
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (seq for line in self._lines.values() for seq in line.values())
+
+    def add(self, seq: Sequence, *, first: bool = False) -> None:
+        line = self._lines.setdefault(seq.request.queue, OrderedDict())
+        line[seq.key] = seq
+        if first:
+            line.move_to_end(seq.key, last=False)
+            self._lines.move_to_end(seq.request.queue, last=False)
+        self._size += 1
+
+    def remove(self, seq: Sequence) -> None:
+        line = self._lines[seq.request.queue]
+        del line[seq.key]
+        if not line:
+            del self._lines[seq.request.queue]
+        self._size -= 1
+
+    def heads(self) -> list[Sequence]:
+        """The first of each line, in the order of their turns."""
+        return [next(iter(line.values())) for line in self._lines.values()]
+
+    def took_turn(self, queue: str) -> None:
+        if queue in self._lines:
+            self._lines.move_to_end(queue)
 
 
 class Scheduler:
-    """Bounded queue, rows and deadlines."""
+    """Bounded queue, pages and deadlines."""
 
-    def __init__(self, slots: Slots[Sequence], *, max_waiting: int, step_tokens: int) -> None:
-        self.slots, self.max_waiting, self.step_tokens = slots, max_waiting, step_tokens
-        self.waiting: OrderedDict[int, Sequence] = OrderedDict()
+    def __init__(self, book: PageBook, *, num_slots: int, max_waiting: int, step_tokens: int) -> None:
+        self.book, self.num_slots, self.max_waiting, self.step_tokens = book, num_slots, max_waiting, step_tokens
+        self.waiting = WaitingLines()
+        self.running: list[Sequence] = []
+        """In order of admission."""
         self._deadlines: list[tuple[float, int, Sequence]] = []
 
     @property
-    def running(self) -> list[Sequence]:
-        return self.slots.active
-
-    @property
     def num_room(self) -> int:
-        """How many more requests may arrive: the queue's bound plus the rows that stand empty. Only `submit` makes it smaller."""
-        return self.max_waiting + self.slots.num_free - len(self.waiting)
+        """How many more requests may arrive: the queue's bound plus the slots that stand empty."""
+        return self.max_waiting + self.num_slots - len(self.running) - len(self.waiting)
 
     def submit(self, seq: Sequence) -> None:
         assert seq.state is SequenceState.WAITING
         if self.num_room <= 0:
             raise QueueFull(f"{len(self.waiting)} requests wait already, the bound is {self.max_waiting}; try again later")
-        self.waiting[seq.key] = seq
+        self.waiting.add(seq)
         if seq.deadline_at is not None:
             heapq.heappush(self._deadlines, (seq.deadline_at, seq.key, seq))
 
@@ -137,35 +189,105 @@ class Scheduler:
         return out
 
     def plan(self, now: float) -> Step:
-        """Admit what fits and share out the step's tokens: decoding rows first, then prompts in order of arrival."""
-        running = self.running
-        num_decode = 0
-        while num_decode < len(running) and running[num_decode].is_decoding:
-            num_decode += 1
-        budget = max(self.step_tokens - num_decode, MIN_PREFILL_TOKENS)
-        chunks: list[Chunk] = []
+        """Share out the step's tokens: one for each decoding request, then prompts in order of admission, then newcomers."""
+        ready: list[Sequence] = []
+        preempted: list[Sequence] = []
+        decoding = [seq for seq in self.running if len(seq.tokens) - seq.num_computed == 1]
+        for seq in decoding:
+            if seq.state is SequenceState.RUNNING and self._grow(seq, len(seq.tokens), preempted):
+                ready.append(seq)
+        chunks = [Chunk(seq, seq.num_computed, len(seq.tokens)) for seq in ready if seq.state is SequenceState.RUNNING]
+        num_decode, budget = len(chunks), max(self.step_tokens - len(chunks), MIN_PREFILL_TOKENS)
+        for seq in list(self.running):
+            if budget <= 0:
+                break
+            if len(seq.tokens) - seq.num_computed > 1 and seq.state is SequenceState.RUNNING:
+                end = min(len(seq.tokens), seq.num_computed + budget)
+                if self._grow(seq, end, preempted, may_preempt=False):
+                    chunks.append(Chunk(seq, seq.num_computed, end))
+                    budget -= end - seq.num_computed
+        admitted = self._admit(chunks, budget, now) if not preempted else []
+        return Step(chunks=chunks, num_decode=num_decode, admitted=admitted, preempted=preempted)
+
+    def _grow(self, seq: Sequence, num_tokens: int, preempted: list[Sequence], *, may_preempt: bool = True) -> bool:
+        """Make room for the first `num_tokens` tokens of a running request; the youngest others give way to a decoding one."""
+        assert seq.holding is not None
+        while True:
+            try:
+                self.book.grow(seq.holding, num_tokens)
+                return True
+            except OutOfPages:
+                youngest = self.running[-1]
+                # A prompt waits for pages unless it is the eldest, who must always get on.
+                if youngest is seq or not (may_preempt or self.running[0] is seq):
+                    return False
+                self._preempt(youngest)
+                preempted.append(youngest)
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Back to the head of its line, with its tokens; what it computed is computed again."""
+        self._release(seq)
+        self.running.remove(seq)
+        seq.state, seq.num_computed, seq.is_clean = SequenceState.WAITING, 0, True
+        if seq.score_from is not None:
+            seq.logprobs.clear()
+        self.waiting.add(seq, first=True)
+
+    def _admit(self, chunks: list[Chunk], budget: int, now: float) -> list[Sequence]:
         admitted: list[Sequence] = []
-        for seq in running[num_decode:]:
-            budget -= self._chunk(seq, budget, chunks)
-        while budget > 0 and self.waiting and self.slots.num_free:
-            _, seq = self.waiting.popitem(last=False)
-            seq.state, seq.admitted_at = SequenceState.RUNNING, now
-            seq.num_reused = self.slots.place(seq)
+        skipped: set[str] = set()
+        while budget > 0 and len(self.running) < self.num_slots:
+            seq = next((s for s in self.waiting.heads() if s.request.queue not in skipped), None)
+            if seq is None:
+                break
+            holding = self.book.open(seq.tokens, max_shared=seq.max_shared)
+            if holding is None:
+                # Its next page is being computed by another: the whole line waits, so that order is kept.
+                skipped.add(seq.request.queue)
+                continue
+            start = len(holding.pages) * PAGE
+            end = min(len(seq.tokens), start + budget)
+            # A newcomer may not take the last pages from those who run: each of them may need one soon.
+            needed = -(-end // PAGE) - len(holding.pages)
+            if self.running and needed + len(self.running) > self.book.num_available:
+                self.book.close(holding)
+                break
+            self.book.grow(holding, end)
+            self.waiting.remove(seq)
+            self.waiting.took_turn(seq.request.queue)
+            seq.state, seq.holding = SequenceState.RUNNING, holding
+            seq.num_computed = start
+            if not seq.admitted_at:
+                seq.admitted_at, seq.num_reused = now, min(start, seq.num_prompt)
+            self.running.append(seq)
             admitted.append(seq)
-            budget -= self._chunk(seq, budget, chunks)
-        return Step(num_decode=num_decode, chunks=chunks, admitted=admitted)
+            chunks.append(Chunk(seq, start, end))
+            budget -= end - start
+        return admitted
 
-    @staticmethod
-    def _chunk(seq: Sequence, budget: int, chunks: list[Chunk]) -> int:
-        end = min(seq.num_prompt, seq.num_computed + budget)
-        if end > seq.num_computed:
-            chunks.append(Chunk(row=seq.row, start=seq.num_computed, end=end))
-        return end - seq.num_computed
+    def computed(self, chunk: Chunk) -> None:
+        """The step has run: its tokens are in the pages."""
+        chunk.seq.num_computed = chunk.end
+        if chunk.seq.is_clean and chunk.seq.holding is not None:
+            self.book.learn(chunk.seq.holding, chunk.seq.tokens, chunk.end)
 
-    def finish(self, seq: Sequence, reason: FinishReason, *, version: int, now: float, retain: bool) -> None:
-        """End a sequence, wherever it is, exactly once."""
-        if seq.state is SequenceState.WAITING:
-            del self.waiting[seq.key]
-        elif seq.state is SequenceState.RUNNING:
-            self.slots.release(seq, retain=retain and seq.is_clean)
+    def restart(self, *, only_scores: bool) -> None:
+        """Running requests compute all their tokens again, sampled ones included, and keep their order."""
+        for seq in reversed(self.running.copy()):
+            if seq.score_from is not None or not only_scores:
+                self._preempt(seq)
+
+    def finish(self, seq: Sequence, reason: FinishReason, *, version: int, now: float) -> None:
+        if seq.state is SequenceState.RUNNING:
+            self.running.remove(seq)
+            if reason is FinishReason.ERROR and seq.holding is not None:
+                self.book.forget_from(seq.holding)
+            self._release(seq)
+        else:
+            self.waiting.remove(seq)
         seq.end(reason, version=version, now=now)
+
+    def _release(self, seq: Sequence) -> None:
+        if seq.holding is not None:
+            self.book.close(seq.holding)
+            seq.holding = None

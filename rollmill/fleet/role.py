@@ -1,7 +1,7 @@
 """One role as a process: its lock, its ledger handle, its telemetry port, its signals, and the way it ends.
 
 Exit status: 0 the role's work is done, 2 a person must change something (the message says what), 75 stopped on request,
-anything else a crash after which the role may simply be started again.
+120 its last words could not be written, anything else a crash after which the role may simply be started again.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ import errno
 import logging
 import os
 import signal
-import sqlite3
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from rollmill.config import RunConfig
+from rollmill.fleet.disk import is_full, left, places
 from rollmill.fleet.rundir import ReplicaBook, announce, hold
 from rollmill.records import Role
 from rollmill.telemetry import Metrics, RoleServer, Waits, WaitTimeout
 
 EXIT_DONE, EXIT_FIX, EXIT_STOPPED = 0, 2, 75
+EXIT_UNHEARD = 120
+"""Python's own, in place of any other status, when what is left for the log at the end cannot be written."""
 PARENT_ENV = "ROLLMILL_SUPERVISOR_PID"
 ROLES = (Role.TRAINER, Role.ENGINE, Role.ROLLOUT, Role.COMPACTOR)
 PR_SET_PDEATHSIG = 1
@@ -49,27 +52,18 @@ def run_role(role: str, config: RunConfig, *, index: int = 0) -> int:
     except (ValueError, WaitTimeout) as error:
         log.error("%s", error)
         return EXIT_FIX
-    except (OSError, RuntimeError) as error:
-        if _needs_a_person(error):
+    except Exception as error:
+        # Looked at whatever it is: a full disk comes out of libraries as an error of their own.
+        if is_full(error):
+            # The temporary folder too: boxes and compiled loops are written there, and the error may name no file.
+            room = left([*places(config), Path(tempfile.gettempdir())])
+            log.error("the disk is full: %s (%s; free some space and go on with --resume)", error, room)
+            return EXIT_FIX
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             log.error("%s", error)
             return EXIT_FIX
         raise
-    except sqlite3.OperationalError as error:
-        if "full" in str(error):
-            log.error("the disk that holds %s is full: %s; free some space and resume", config.run.dir, error)
-            return EXIT_FIX
-        raise
     return EXIT_STOPPED if stop.is_set() else EXIT_DONE
-
-
-def _needs_a_person(error: BaseException) -> bool:
-    """Whether a full disk or a taken port is behind it, also where a thread's failure was handed on as another's cause."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EADDRINUSE):
-            return True
-        cause = cause.__cause__
-    return False
 
 
 def _die_with_supervisor() -> None:
@@ -110,6 +104,7 @@ def _rollout(config: RunConfig, index: int, should_stop: Callable[[], bool]) -> 
 
 
 def _engine(config: RunConfig, index: int, should_stop: Callable[[], bool]) -> None:
+    from rollmill.engine.protocol import SwapMode
     from rollmill.engine.run import run_engine
     from rollmill.weights import open_store
 
@@ -134,6 +129,9 @@ def _engine(config: RunConfig, index: int, should_stop: Callable[[], bool]) -> N
             num_threads=e.num_threads,
             num_slots=e.num_slots,
             max_len=e.max_len,
+            num_pages=e.num_pages or None,
+            swap_mode=SwapMode(e.swap),
+            numerics=e.numerics or config.model.numerics,
             on_ready=ready,
         )
 

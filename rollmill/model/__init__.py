@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollmill.model.attention import Attention, PackedAttention
+    from rollmill.model.attention import Attention, PackedAttention, PagedAttention
     from rollmill.model.checkpoint import CheckpointError, check_model, load_model, read_model_config, save_model
     from rollmill.model.config import ModelConfig, MoEConfig
     from rollmill.model.routes import ForcedRoutes, RecordedRoutes, Routes
@@ -24,6 +24,7 @@ __all__ = [
     "Model",
     "ModelConfig",
     "PackedAttention",
+    "PagedAttention",
     "RecordedRoutes",
     "Routes",
     "Tokenizer",
@@ -41,6 +42,7 @@ _HOME = {
     "Model": "transformer",
     "ModelConfig": "config",
     "PackedAttention": "attention",
+    "PagedAttention": "attention",
     "RecordedRoutes": "routes",
     "Routes": "routes",
     "Tokenizer": "tokenizer",

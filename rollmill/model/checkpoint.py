@@ -34,10 +34,12 @@ def read_model_config(path: Path) -> ModelConfig:
         raise CheckpointError(f"{file} does not describe a model this version can load: {error}") from error
 
 
-def load_model(path: Path, *, device: str = "cpu", compute_dtype: torch.dtype = torch.float32) -> tuple[Model, ModelConfig]:
+def load_model(
+    path: Path, *, device: str = "cpu", compute_dtype: torch.dtype = torch.float32, numerics: str = "exact"
+) -> tuple[Model, ModelConfig]:
     """Load every tensor the model needs; refuse a directory that lacks one, has a foreign one or another shape."""
     config = read_model_config(path)
-    model = Model(config).to(device=device, dtype=compute_dtype)
+    model = Model(config, numerics=numerics).to(device=device, dtype=compute_dtype)
     wanted = {name for name, _ in model.named_slices()}
     found: set[str] = set()
     files = _weight_files(path)

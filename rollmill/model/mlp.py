@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from rollmill.model.attention import Pass
 from rollmill.model.config import ModelConfig
-from rollmill.model.routes import Routes
+from rollmill.ops import Ops
 
 
-def swiglu(h_TD: torch.Tensor, gate_up_2FD: torch.Tensor, down_DF: torch.Tensor) -> torch.Tensor:
-    gate, up = F.linear(h_TD, gate_up_2FD).chunk(2, -1)
-    return F.linear(F.silu(gate) * up, down_DF)
+def feed_forward(ops: Ops, h_TD: torch.Tensor, gate_up_2FD: torch.Tensor, down_DF: torch.Tensor) -> torch.Tensor:
+    return ops.linear(ops.swiglu(ops.linear(h_TD, gate_up_2FD)), down_DF)
 
 
 class MLP(nn.Module):
@@ -28,10 +27,8 @@ class MLP(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(2 * config.intermediate_size, config.hidden_size))
         self.down = nn.Parameter(torch.empty(config.hidden_size, config.intermediate_size))
 
-    def forward(self, x_TD: torch.Tensor, routes: Routes | None) -> torch.Tensor:
-        """`routes` is for sparse layers; a dense one has nothing to choose."""
-        c = self.config
-        return swiglu(F.rms_norm(x_TD, (c.hidden_size,), self.norm, c.norm_eps), self.gate_up, self.down)
+    def forward(self, x_TD: torch.Tensor, call: Pass) -> torch.Tensor:
+        return feed_forward(call.ops, call.ops.rms_norm(x_TD, self.norm, self.config.norm_eps), self.gate_up, self.down)
 
     def named_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
         gate, up = self.gate_up.chunk(2)

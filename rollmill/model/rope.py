@@ -152,9 +152,3 @@ def rope_tables(*, head_dim: int, theta: float, max_position: int, scaling: Rope
     by = 1.0 if scaling is None else scaling.attention_factor
     cos, sin = angle.cos() * by, angle.sin() * by
     return torch.cat([cos, cos], -1)[:, None], torch.cat([sin, sin], -1)[:, None]
-
-
-def rotate(x_TNE: torch.Tensor, cos_T1E: torch.Tensor, sin_T1E: torch.Tensor) -> torch.Tensor:
-    half = x_TNE.shape[-1] // 2
-    swapped = torch.cat([-x_TNE[..., half:], x_TNE[..., :half]], -1)
-    return x_TNE * cos_T1E + swapped * sin_T1E

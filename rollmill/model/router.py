@@ -8,16 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from rollmill.model.config import MoEConfig
-from rollmill.model.routes import Routes
+from rollmill.model.routes import Routes, top_ids
+from rollmill.ops import Ops
 
 
-def top_ids(scores_TX: torch.Tensor, k: int) -> torch.Tensor:
-    """The k best, ascending by id. A stable sort, since `topk` leaves it open which of two equal scores wins."""
-    return scores_TX.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
+def ordered_sum(gates_TK: torch.Tensor) -> torch.Tensor:
+    """[T, 1]: one term after the other, where a reduction may choose its order by the number of rows."""
+    total_T1 = gates_TK[:, :1]
+    for k in range(1, gates_TK.shape[1]):
+        total_T1 = total_T1 + gates_TK[:, k : k + 1]
+    return total_T1
 
 
 class SoftmaxRouter(nn.Module):
@@ -28,14 +31,14 @@ class SoftmaxRouter(nn.Module):
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
 
-    def forward(self, h_TD: torch.Tensor, layer: int, routes: Routes | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, h_TD: torch.Tensor, layer: int, ops: Ops, routes: Routes | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(ascending expert ids, their weights), both [T, K]."""
-        scores_TX = F.linear(h_TD.float(), self.weight.float()).softmax(-1)
+        scores_TX = ops.linear_fp32(h_TD, self.weight).softmax(-1)
         ids_TK = top_ids(scores_TX.detach(), self.config.top_k)
         if routes is not None:
-            ids_TK = routes(layer, ids_TK)
+            ids_TK = routes(layer, ids_TK, scores_TX.detach())
         gates_TK = scores_TX.gather(1, ids_TK)
-        return ids_TK, gates_TK / gates_TK.sum(-1, keepdim=True) if self.config.norm_topk else gates_TK
+        return ids_TK, gates_TK / ordered_sum(gates_TK) if self.config.norm_topk else gates_TK
 
     def named_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "gate.weight", self.weight
@@ -51,16 +54,17 @@ class SigmoidRouter(nn.Module):
         # Moved by load balancing, not by gradients.
         self.bias = nn.Parameter(torch.zeros(config.num_experts), requires_grad=False)
 
-    def forward(self, h_TD: torch.Tensor, layer: int, routes: Routes | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, h_TD: torch.Tensor, layer: int, ops: Ops, routes: Routes | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(ascending expert ids, their weights), both [T, K]."""
         c = self.config
-        scores_TX = F.linear(h_TD.float(), self.weight.float()).sigmoid()
-        ids_TK = top_ids(self._open(scores_TX.detach() + self.bias.float()), c.top_k)
+        scores_TX = ops.linear_fp32(h_TD, self.weight).sigmoid()
+        choice_TX = self._open(scores_TX.detach() + self.bias.float())
+        ids_TK = top_ids(choice_TX, c.top_k)
         if routes is not None:
-            ids_TK = routes(layer, ids_TK)
+            ids_TK = routes(layer, ids_TK, choice_TX)
         gates_TK = scores_TX.gather(1, ids_TK)
         if c.norm_topk:
-            gates_TK = gates_TK / (gates_TK.sum(-1, keepdim=True) + 1e-20)
+            gates_TK = gates_TK / (ordered_sum(gates_TK) + 1e-20)
         return ids_TK, gates_TK * c.scale
 
     def _open(self, choice_TX: torch.Tensor) -> torch.Tensor:

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from rollmill.model.attention import Attention
+from rollmill.model.attention import Pass
 from rollmill.model.config import ModelConfig
 from rollmill.model.families import QKNorm
-from rollmill.model.rope import rotate
+from rollmill.ops import Ops
 
 
 class SelfAttention(nn.Module):
@@ -35,22 +34,21 @@ class SelfAttention(nn.Module):
             self.q_norm = nn.Parameter(torch.ones(c.head_dim * (c.num_heads if is_whole else 1)))
             self.k_norm = nn.Parameter(torch.ones(c.head_dim * (c.num_kv_heads if is_whole else 1)))
 
-    def forward(self, x_TD: torch.Tensor, cos_T1E: torch.Tensor, sin_T1E: torch.Tensor, attention: Attention) -> torch.Tensor:
-        c = self.config
-        h_TD = F.rms_norm(x_TD, (c.hidden_size,), self.norm, c.norm_eps)
-        qkv_TNE = F.linear(h_TD, self.qkv, self.qkv_bias).view(-1, self.num_fused, c.head_dim)
+    def forward(self, x_TD: torch.Tensor, call: Pass) -> torch.Tensor:
+        c, ops = self.config, call.ops
+        h_TD = ops.rms_norm(x_TD, self.norm, c.norm_eps)
+        qkv_TNE = ops.linear(h_TD, self.qkv, self.qkv_bias).view(-1, self.num_fused, c.head_dim)
         qk_TNE, v_TKE = qkv_TNE.split([c.num_heads + c.num_kv_heads, c.num_kv_heads], 1)
         if self.qk_norm is not QKNorm.NONE:
             q_THE, k_TKE = qk_TNE.split([c.num_heads, c.num_kv_heads], 1)
-            qk_TNE = torch.cat([self._normed(q_THE, self.q_norm), self._normed(k_TKE, self.k_norm)], 1)
-        q_THE, k_TKE = rotate(qk_TNE, cos_T1E, sin_T1E).split([c.num_heads, c.num_kv_heads], 1)
-        a_TD = attention(self.layer, q_THE, k_TKE, v_TKE).reshape(-1, c.num_heads * c.head_dim)
-        return F.linear(a_TD, self.out, self.out_bias)
+            qk_TNE = torch.cat([self._normed(ops, q_THE, self.q_norm), self._normed(ops, k_TKE, self.k_norm)], 1)
+        q_THE, k_TKE = ops.rotate(qk_TNE, call.cos_T1E, call.sin_T1E).split([c.num_heads, c.num_kv_heads], 1)
+        a_TD = call.attention(ops, self.layer, q_THE, k_TKE, v_TKE).reshape(-1, c.num_heads * c.head_dim)
+        return ops.linear(a_TD, self.out, self.out_bias)
 
-    def _normed(self, x_TNE: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if self.qk_norm is QKNorm.HEAD:
-            return F.rms_norm(x_TNE, weight.shape, weight, self.config.norm_eps)
-        return F.rms_norm(x_TNE.flatten(1), weight.shape, weight, self.config.norm_eps).view_as(x_TNE)
+    def _normed(self, ops: Ops, x_TNE: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rows = x_TNE if self.qk_norm is QKNorm.HEAD else x_TNE.flatten(1)
+        return ops.rms_norm(rows, weight, self.config.norm_eps).view(x_TNE.shape)
 
     def named_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
         c = self.config

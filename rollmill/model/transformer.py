@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from rollmill.model.attention import Attention
+from rollmill.model.attention import Attention, Pass
 from rollmill.model.config import ModelConfig
 from rollmill.model.mlp import MLP
 from rollmill.model.moe import MoE
 from rollmill.model.rope import rope_tables
 from rollmill.model.routes import Routes
 from rollmill.model.self_attention import SelfAttention
+from rollmill.ops import Ops, ops_for
 
 
 class Layer(nn.Module):
@@ -32,11 +32,9 @@ class Layer(nn.Module):
         self.attn = SelfAttention(config, index)
         self.mlp: MLP | MoE = _sparse(config, index) if config.is_sparse(index) else MLP(config)
 
-    def forward(
-        self, x_TD: torch.Tensor, cos_T1E: torch.Tensor, sin_T1E: torch.Tensor, attention: Attention, routes: Routes | None
-    ) -> torch.Tensor:
-        x_TD = x_TD + self.attn.forward(x_TD, cos_T1E, sin_T1E, attention)
-        return x_TD + self.mlp.forward(x_TD, routes)
+    def forward(self, x_TD: torch.Tensor, call: Pass) -> torch.Tensor:
+        x_TD = x_TD + self.attn.forward(x_TD, call)
+        return x_TD + self.mlp.forward(x_TD, call)
 
     def named_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
         for block in (self.attn, self.mlp):
@@ -56,9 +54,11 @@ class Model(nn.Module):
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, numerics: str = "exact") -> None:
+        """`numerics` names a profile of `rollmill.ops`."""
         super().__init__()
-        self.config = config
+        self.config, self.numerics = config, numerics
+        self._ops: Ops | None = None
         self._views: dict[str, torch.Tensor] | None = None
         self.serving_dtype: torch.dtype = getattr(torch, config.dtype)
         self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
@@ -78,14 +78,14 @@ class Model(nn.Module):
 
         Inside, `forward` is called directly: a small model's step is short enough to notice the bookkeeping of module calls.
         """
-        x_TD = F.embedding(tokens_T, self.embed)
-        cos, sin = self.cos[positions_T].to(x_TD.dtype), self.sin[positions_T].to(x_TD.dtype)
+        x_TD = nn.functional.embedding(tokens_T, self.embed)
+        call = Pass(self.ops, self.cos[positions_T], self.sin[positions_T], attention, routes)
         for layer in self.layers:
-            x_TD = layer.forward(x_TD, cos, sin, attention, routes)
-        return F.rms_norm(x_TD, (self.config.hidden_size,), self.norm, self.config.norm_eps)
+            x_TD = layer.forward(x_TD, call)
+        return self.ops.rms_norm(x_TD, self.norm, self.config.norm_eps)
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden_ND, self.embed if self.head is None else self.head).float()
+        return self.ops.linear_fp32(hidden_ND, self.embed if self.head is None else self.head)
 
     def named_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, contiguous view of the live parameter) for every stored tensor; tied weights once."""
@@ -127,12 +127,12 @@ class Model(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # Another device or dtype means other memory.
-        self._views = None
+        self._views = self._ops = None
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy's parameters get memory of their own.
-        return self.__dict__ | {"_views": None}
+        return self.__dict__ | {"_views": None, "_ops": None}
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -145,6 +145,13 @@ class Model(nn.Module):
             is_output = name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight"))
             std = 0.02 / (2 * self.config.num_layers) ** 0.5 if is_output else 0.02
             live.copy_((torch.randn(live.shape, generator=gen) * std).to(self.serving_dtype))
+
+    @property
+    def ops(self) -> Ops:
+        """What computes this model, where it lies now."""
+        if self._ops is None:
+            self._ops = ops_for(self.numerics, self.embed.device)
+        return self._ops
 
     @property
     def num_parameters(self) -> int:

@@ -6,117 +6,155 @@ import numpy as np
 import torch
 
 from rollmill.model import Model, PackedAttention
-from rollmill.trainer.batch import Lesson, StepBatch, micro_batches
+from rollmill.model.route_record import RouteRecord
+from rollmill.model.routes import ForcedRoutes, RouteTally, replayed, route_shape
+from rollmill.ops import tempered
+from rollmill.records import Window
+from rollmill.trainer import mismatch
+from rollmill.trainer.batch import StepBatch, micro_batches
 from rollmill.trainer.loss import LossConfig, LossParts, dppo_tv
+from rollmill.trainer.mismatch import TokenScores
 from rollmill.trainer.optimizer import MasterAdamW
 
 LOGIT_ROWS = 4096
-METRICS = (
-    "mm/abs_diff_mean mm/abs_diff_max mm/single_version_abs_diff_max mm/k3 mm/ess corr/kept_token_frac corr/tv_masked_frac "
-    "corr/w_clip_frac corr/veto_frac corr/opsm_frac corr/nonfinite_frac pol/entropy loss/sum grad/norm grad/is_dropped"
-).split()
+METRICS = (*mismatch.METRICS, "pol/entropy", "loss/sum", "grad/norm", "grad/is_dropped")
 """Always written, as zeros when a step had nothing to learn from."""
 
 
 class Learner:
-    """Owns the model in training and its optimiser."""
+    """Owns the model in training and its optimiser. `router_replay` is the run file's key of that name."""
 
     def __init__(
-        self, model: Model, optimizer: MasterAdamW, loss: LossConfig, *, temperature: float, length_norm: float, tokens_per_microbatch: int
+        self,
+        model: Model,
+        optimizer: MasterAdamW,
+        loss: LossConfig,
+        *,
+        temperature: float,
+        length_norm: float,
+        tokens_per_microbatch: int,
+        router_replay: str = "off",
     ) -> None:
         self.model, self.optimizer, self._loss = model, optimizer, loss
         self._temperature, self._length_norm, self._max_tokens = temperature, length_norm, tokens_per_microbatch
+        self._replay = router_replay
+        self._route_shape = None if router_replay == "off" else route_shape(model.config)
+        self._sources: dict[str, int] = {}
 
     def step(self, batch: StepBatch, *, version: int, lr_scale: float = 1.0) -> tuple[dict[str, float], bool]:
         """(metrics, whether the weights changed). `version` is that of the weights before the step."""
-        gauge = _Gauge(self._loss.ratio_cap)
+        gauge = _Gauge(self._loss.ratio_cap, self._route_shape.layers if self._route_shape else ())
         device = self.model.embed.device
         for chunk in micro_batches(batch.lessons, self._max_tokens):
-            logprobs_N, entropy_N, sampler_N, sequence_N = self._score(chunk)
+            windows = [lesson.window for lesson in chunk]
+            routes = self._routes(windows, gauge)
+            logprobs_N, entropy_N = self._score(windows, routes)
+            scores = self._evidence(windows, logprobs_N.detach(), version)
             advantages_S = torch.tensor([lesson.advantage for lesson in chunk], dtype=torch.float32, device=device)
-            parts = dppo_tv(logprobs_N, sampler_N, advantages_S, sequence_N, self._loss)
+            parts = dppo_tv(logprobs_N, scores.sampler_N, advantages_S, scores.sequence_N, self._loss)
             torch.autograd.backward(parts.total / (batch.num_episodes * self._length_norm))
-            gauge.add(parts, entropy_N, torch.tensor([_is_of(lesson, version) for lesson in chunk], device=device)[sequence_N])
+            gauge.add(parts, entropy_N, scores, advantages_S[scores.sequence_N] > 0, routes.tally() if routes else None)
         is_applied = False
-        metrics = gauge.metrics()
+        metrics = gauge.metrics(list(self._sources))
         if batch.lessons:
             stats = self.optimizer.step(lr_scale)
             is_applied = stats.is_applied
             metrics |= {"grad/norm": stats.grad_norm, "grad/is_dropped": float(not is_applied)}
         return metrics, is_applied
 
-    def _score(self, chunk: list[Lesson]) -> tuple[torch.Tensor, ...]:
-        """Logprobs under the live weights of every sampled token, with what the sampler said of them."""
+    def _routes(self, windows: list[Window], gauge: _Gauge) -> ForcedRoutes | None:
+        """The experts that the engine took, in the order of the packed tokens; None when they are not replayed."""
+        shape = self._route_shape
+        if shape is None:
+            return None
+        records = [RouteRecord.from_bytes(w.routes) if w.routes else RouteRecord.missing(shape, w.num_tokens) for w in windows]
+        ids_TLK = RouteRecord.join(records).ids_TLK()
+        # A window's last token predicts nothing that is trained, and no engine computes it.
+        is_used = np.ones(len(ids_TLK), bool)
+        is_used[np.cumsum([w.num_tokens for w in windows]) - 1] = False
+        is_missing = np.any(ids_TLK[:, list(shape.layers), 0] < 0, axis=1)
+        gauge.count_rows(int(np.sum(is_missing & is_used)), int(is_used.sum()))
+        return replayed(self._replay, torch.from_numpy(ids_TLK), self.model.config)
+
+    def _score(self, windows: list[Window], routes: ForcedRoutes | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logprob under the live weights, entropy) of every sampled token."""
         device = self.model.embed.device
-        windows = [lesson.window for lesson in chunk]
         tokens_T = torch.from_numpy(np.concatenate([w.tokens_T for w in windows]).astype(np.int64)).to(device)
         attention = PackedAttention([w.num_tokens for w in windows], device)
-        hidden_TD = self.model(tokens_T, attention.positions_T, attention)
+        hidden_TD = self.model(tokens_T, attention.positions_T, attention, routes)
         # A sampled token is predicted by the position before it; the first token of a window is never sampled.
-        masks = [w.sampled_T != 0 for w in windows]
-        assert not any(m[0] for m in masks), "a window cannot start with a sampled token"
-        at_N = torch.from_numpy(np.flatnonzero(np.concatenate(masks))).to(device)
+        assert not any(w.sampled_T[0] for w in windows), "a window cannot start with a sampled token"
+        at_N = torch.from_numpy(np.flatnonzero(np.concatenate([w.sampled_T for w in windows]))).to(device)
         logprobs, entropies = [], []
         for rows in (at_N - 1).split(LOGIT_ROWS):
-            logits_NV = torch.log_softmax(self.model.logits(hidden_TD[rows]) / self._temperature, -1)
-            logprobs.append(logits_NV.gather(-1, tokens_T[rows + 1][:, None])[:, 0])
-            entropies.append(-(logits_NV.detach().exp() * logits_NV.detach()).sum(-1))
-        sampler = np.concatenate([w.logprobs_T[m] for w, m in zip(windows, masks, strict=True)])
-        sequence = np.repeat(np.arange(len(windows)), [int(m.sum()) for m in masks])
-        return (
-            torch.cat(logprobs),
-            torch.cat(entropies),
-            torch.from_numpy(sampler).to(device),
-            torch.from_numpy(sequence).to(device),
+            logprob_N, entropy_N = self.model.ops.score(tempered(self.model.logits(hidden_TD[rows]), self._temperature), tokens_T[rows + 1])
+            logprobs.append(logprob_N)
+            entropies.append(entropy_N)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def _evidence(self, windows: list[Window], logprobs_N: torch.Tensor, version: int) -> TokenScores:
+        """What the sampler said of the same tokens, and where they come from."""
+        masks = [w.sampled_T != 0 for w in windows]
+        versions = [w.versions_T[m] for w, m in zip(windows, masks, strict=True)]
+        # Only when every sampled token of a window came from exactly these weights must both sides agree.
+        is_single = np.array([bool((v == version).all()) for v in versions])
+        sequence = np.repeat(np.arange(len(windows)), [len(v) for v in versions])
+
+        def there(x: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(x)).to(logprobs_N.device)
+
+        return TokenScores(
+            logprobs_N=logprobs_N,
+            sampler_N=there(np.concatenate([w.logprobs_T[m] for w, m in zip(windows, masks, strict=True)])),
+            sequence_N=there(sequence),
+            position_N=there(np.concatenate([np.flatnonzero(m) for m in masks])),
+            lag_N=there(np.maximum(version - np.concatenate(versions).astype(np.int64), 0)),
+            source_N=there(np.concatenate([self._source_of(w)[m] for w, m in zip(windows, masks, strict=True)])),
+            is_single_N=there(is_single[sequence]),
         )
 
-
-def _is_of(lesson: Lesson, version: int) -> bool:
-    """Whether every sampled token of a window came from exactly these weights: then both sides must agree."""
-    versions = lesson.window.versions_T[lesson.window.sampled_T != 0]
-    return bool((versions == version).all())
+    def _source_of(self, window: Window) -> np.ndarray:
+        source_T = np.full(window.num_tokens, -1, np.int64)
+        for span in window.sources:
+            source_T[span.start : span.end] = self._sources.setdefault(span.replica, len(self._sources))
+        return source_T
 
 
 class _Gauge:
-    """Mismatch and mask diagnostics over all tokens of a step, taken before any mask."""
+    """Gathers what a step's micro-batches showed; numbers leave the device once, at the end."""
 
-    def __init__(self, ratio_cap: float) -> None:
-        self._ratio_cap = ratio_cap
+    def __init__(self, ratio_cap: float, layers: tuple[int, ...]) -> None:
+        self._ratio_cap, self._layers = ratio_cap, layers
         self._parts: list[LossParts] = []
         self._entropy: list[torch.Tensor] = []
-        self._is_single: list[torch.Tensor] = []
-        self._loss = 0.0
+        self._scores: list[TokenScores] = []
+        self._is_positive: list[torch.Tensor] = []
+        self._tallies: list[RouteTally] = []
+        self._num_missing = self._num_rows = 0
 
-    def add(self, parts: LossParts, entropy_N: torch.Tensor, is_single_N: torch.Tensor) -> None:
-        self._loss += float(parts.total.detach())
+    def count_rows(self, num_missing: int, num_rows: int) -> None:
+        self._num_missing += num_missing
+        self._num_rows += num_rows
+
+    def add(
+        self, parts: LossParts, entropy_N: torch.Tensor, scores: TokenScores, is_positive_N: torch.Tensor, tally: RouteTally | None
+    ) -> None:
         self._parts.append(parts)
         self._entropy.append(entropy_N)
-        self._is_single.append(is_single_N)
+        self._scores.append(scores)
+        self._is_positive.append(is_positive_N)
+        self._tallies += [tally] if tally else []
 
-    def metrics(self) -> dict[str, float]:
-        out = dict.fromkeys(METRICS, 0.0)
+    def metrics(self, sources: list[str]) -> dict[str, float]:
+        splits = [f"mm/engine_{name}/{what}" for name in sources for what in mismatch.SPLIT]
+        out = dict.fromkeys([*METRICS, *splits, *(f"route/flip_frac_layer_{layer}" for layer in self._layers)], 0.0)
         if not self._parts:
             return out
-        finite = torch.cat([p.is_finite_N for p in self._parts])
-        diff = torch.cat([p.log_ratio_N for p in self._parts])[finite].double()
-        ratio = diff.clamp(-20, 20).exp()
-        fresh = diff[torch.cat(self._is_single)[finite]].abs()
-        vetoed, opsm = torch.cat([p.is_vetoed_S for p in self._parts]), torch.cat([p.is_opsm_S for p in self._parts])
-        if diff.numel():
-            out |= {
-                "mm/abs_diff_mean": float(diff.abs().mean()),
-                "mm/abs_diff_max": float(diff.abs().max()),
-                "mm/single_version_abs_diff_max": float(fresh.max()) if fresh.numel() else 0.0,
-                "mm/k3": float((ratio - 1 - diff.clamp(-20, 20)).mean()),
-                "mm/ess": float(ratio.sum() ** 2 / (len(ratio) * ratio.square().sum())),
-                "corr/w_clip_frac": float((ratio > self._ratio_cap).double().mean()),
-            }
-        return out | {
-            "corr/kept_token_frac": float(torch.cat([p.is_kept_N for p in self._parts]).double().mean()),
-            "corr/tv_masked_frac": float(torch.cat([p.is_tv_masked_N for p in self._parts]).double().mean()),
-            "corr/veto_frac": float(vetoed.double().mean()),
-            "corr/opsm_frac": float(opsm.double().mean()),
-            "corr/nonfinite_frac": float((~finite).double().mean()),
-            "pol/entropy": float(torch.cat(self._entropy).mean()),
-            "loss/sum": self._loss,
-        }
+        found = mismatch.mismatch(TokenScores.join(self._scores), sources)
+        found |= mismatch.corrections(self._parts, torch.cat(self._is_positive), self._ratio_cap)
+        if self._tallies:
+            found |= mismatch.route_flips(self._tallies, self._layers)
+        found["pol/entropy"] = torch.cat(self._entropy).mean()
+        found["loss/sum"] = torch.stack([p.total.detach() for p in self._parts]).sum()
+        missing = {"route/missing_row_frac": self._num_missing / max(1, self._num_rows)}
+        return out | mismatch.to_floats(found) | missing

@@ -17,8 +17,11 @@ import torch
 from rollmill.config import RunConfig
 from rollmill.ledger import CheckpointRow, CorruptBlob, GroupRow, IllegalTransition, Ledger, Pacing, cut
 from rollmill.model import load_model
-from rollmill.records import BlobRef, DropReason, EpisodeState, GroupState, Trace
+from rollmill.model.route_record import RouteRecord
+from rollmill.model.routes import route_shape
+from rollmill.records import BlobRef, DropReason, EpisodeState, GroupState, Trace, Window
 from rollmill.telemetry import Metrics, Waits
+from rollmill.trainer.alarms import AlarmBoard
 from rollmill.trainer.batch import Attempt, StepBatch, make_batch
 from rollmill.trainer.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from rollmill.trainer.learn import Learner
@@ -37,7 +40,7 @@ class TrainerLoop:
         self._config, self._ledger, self._metrics, self._waits, self._should_stop = config, ledger, metrics, waits, should_stop
         t = config.trainer
         torch.set_num_threads(t.num_threads)
-        model, _ = load_model(config.model.path)
+        model, _ = load_model(config.model.path, numerics=config.model.numerics)
         self._optimizer = MasterAdamW(model, lr=t.lr, warmup_steps=t.warmup_steps, clip_norm=t.clip_norm, eps=t.adam_eps)
         self._model = model
         self._learner = Learner(
@@ -47,7 +50,10 @@ class TrainerLoop:
             temperature=config.rollout.temperature,
             length_norm=t.length_norm,
             tokens_per_microbatch=t.tokens_per_microbatch,
+            router_replay=t.router_replay,
         )
+        self._alarms = AlarmBoard(is_exact=model.ops.is_exact)
+        self._route_shape = route_shape(model.config) if model.config.moe else None
         self._pacing = Pacing.from_staleness(config.max_staleness, t.groups_per_batch, config.run.mode)
         # In sync mode a committed step is what tells rollouts that the barrier is open.
         self._checkpoint_every = 1 if config.run.mode == "sync" else t.checkpoint_every
@@ -146,6 +152,8 @@ class TrainerLoop:
         scale = lr_scale(batch, step=self.step, num_steps=self._config.run.steps, final_frac=self._config.trainer.lr_final_frac)
         metrics, is_changed = self._learner.step(batch, version=self.version, lr_scale=scale)
         learnt_s = time.monotonic() - started - loaded_s
+        for crossing in self._alarms.look(metrics):
+            log.log(logging.ERROR if crossing.alarm.is_severe else logging.WARNING, "step %d: %s", self.step, crossing)
         used_version, blocked_s = self.version, self._publisher.stats().blocked_s
         is_last = self.step + 1 == self._config.run.steps
         if is_changed:
@@ -180,6 +188,7 @@ class TrainerLoop:
                 "perf/tokens_per_s": batch.num_tokens / max(learnt_s, 1e-9),
                 "perf/num_episodes": batch.num_episodes,
                 "weights/trained_version": used_version,
+                "mm/num_alarms": self._alarms.num_on,
             },
             step=self.step,
         )
@@ -215,9 +224,20 @@ class TrainerLoop:
                 window.check()
                 if int(window.tokens_T.max(initial=0)) >= self._model.config.vocab_size:
                     raise ValueError(f"{trace.episode_id} holds a token id beyond the model's {self._model.config.vocab_size}")
+                if window.routes:
+                    self._check_routes(window)
             return trace
 
         return load
+
+    def _check_routes(self, window: Window) -> None:
+        """Here and not when they are imposed: a damaged record costs its group, not the trainer."""
+        record = RouteRecord.from_bytes(window.routes)
+        if record.shape != self._route_shape:
+            raise ValueError(f"a window's routes are those of another model: {record.shape}, the trainer's has {self._route_shape}")
+        if record.num_tokens != window.num_tokens:
+            raise ValueError(f"a window of {window.num_tokens} tokens has routes of {record.num_tokens}")
+        record.check()
 
 
 def lr_scale(batch: StepBatch, *, step: int, num_steps: int, final_frac: float) -> float:

@@ -48,7 +48,7 @@ def _stage(model_dir: Path, data: Path, out: Path, config: SupervisedConfig, rep
     if not data.is_file():
         raise ValueError(f"no data at {data}; `rollmill tasks export` writes some")
     examples = load_examples(data, model_dir, chat_example if is_chat else text_example, report)
-    model, _ = load_model(model_dir, device=config.device)
+    model, _ = load_model(model_dir, device=config.device, numerics="fast")
     train_supervised(model, examples, config, report)
     save_model(model, out)
     for name in TOKENIZER_FILES:

@@ -19,6 +19,7 @@ import torch
 from rollmill.engine.engine import Engine
 from rollmill.engine.run import run_engine
 from rollmill.model import Model, ModelConfig, PackedAttention, save_model
+from rollmill.ops import tempered
 
 DEADLINE_S = 30.0
 VOCAB = 300
@@ -149,6 +150,5 @@ def packed_logprobs(model: Model, prompt: list[int], sampled: list[int], tempera
     attention = PackedAttention([len(tokens)])
     with torch.inference_mode():
         hidden = model(torch.tensor(tokens), attention.positions_T, attention)
-        logprobs = (model.logits(hidden) / temperature).log_softmax(-1)
-    at = torch.arange(len(prompt) - 1, len(tokens) - 1)
-    return logprobs[at, torch.tensor(sampled)]
+        logits = tempered(model.logits(hidden[len(prompt) - 1 : -1]), temperature)
+        return model.ops.score(logits, torch.tensor(sampled))[0]

@@ -7,21 +7,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollmill.engine.sampling import keyed_uniform, sample
+from rollmill.engine.sampling import Lanes, keyed_uniform, sample
+from rollmill.ops import CpuOps
 
 
 def draw(
     logits: torch.Tensor, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seeds: list[int] | None = None, position: int = 9
 ):
     n = len(logits)
-    return sample(
-        logits,
+    lanes = Lanes(
         temperature_N=np.full(n, temperature),
         top_p_N=np.full(n, top_p),
         top_k_N=np.full(n, top_k, np.int64),
         seed_N=np.array(seeds if seeds is not None else range(n), np.int64),
-        position_N=np.full(n, position, np.int64),
     )
+    return sample(CpuOps(), logits, lanes, np.full(n, position, np.int64))
 
 
 def test_frequencies_follow_the_softmax() -> None:
@@ -70,14 +70,8 @@ def test_only_kept_tokens_are_drawn(top_k: int, top_p: float, data: int) -> None
 def test_temperature_zero_takes_the_most_likely_token_and_one_row_may_be_greedy_alone() -> None:
     logits = torch.randn(8, 40, generator=torch.Generator().manual_seed(1))
     assert draw(logits, temperature=0.0)[0] == logits.argmax(-1).tolist()
-    ids, _ = sample(
-        logits,
-        temperature_N=np.array([0.0, *[5.0] * 7]),
-        top_p_N=np.ones(8),
-        top_k_N=np.zeros(8, np.int64),
-        seed_N=np.arange(8),
-        position_N=np.arange(8),
-    )
+    lanes = Lanes(temperature_N=np.array([0.0, 1.0] * 4), top_p_N=np.ones(8), top_k_N=np.zeros(8, np.int64), seed_N=np.arange(8))
+    ids, _ = sample(CpuOps(), logits, lanes, np.arange(8))
     assert ids[0] == int(logits[0].argmax())
 
 

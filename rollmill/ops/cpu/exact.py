@@ -1,0 +1,64 @@
+"""The exact profile of the CPU: strict matrix products, proved for every shape before its first use, and compiled loops
+for attention and SwiGLU.
+
+Norms and softmax are torch's own: each row is one reduction of its own there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from rollmill.ops.base import Pages
+from rollmill.ops.cpu.strict import ask_for_strict, blocked_linear, is_invariant, log
+from rollmill.ops.torch_ops import TorchOps
+
+
+class CpuOps(TorchOps):
+    profile = "exact"
+    is_exact = True
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self._is_strict = ask_for_strict()
+        self._is_direct: dict[tuple[int, int, int], bool] = {}
+
+    def linear(self, x_TD: torch.Tensor, weight_ND: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+        shape = (*weight_ND.shape, torch.get_num_threads())
+        is_direct = self._is_direct.get(shape)
+        if is_direct is None:
+            is_direct = self._is_direct[shape] = self._prove(*shape)
+        return F.linear(x_TD, weight_ND, bias_N) if is_direct else blocked_linear(x_TD, weight_ND, bias_N)
+
+    def _prove(self, num_outputs: int, num_inputs: int, num_threads: int) -> bool:
+        if is_invariant(num_outputs, num_inputs, num_threads, is_blocked=False):
+            return True
+        what = f"{num_inputs} x {num_outputs} products with {num_threads} threads"
+        if not is_invariant(num_outputs, num_inputs, num_threads, is_blocked=True):
+            raise ValueError(
+                f"on this machine {what} give a row other bits when its neighbours change, even in blocks of one shape; "
+                "set the environment variable MKL_CBWR=AVX2,STRICT, run with one thread, or choose the numerics profile 'fast'"
+            )
+        log.warning(
+            "%s run in padded blocks, several times slower for few rows: %s",
+            what,
+            "the matrix library has no strict mode" if self._is_strict else "import rollmill.ops before the first matrix product",
+        )
+        return False
+
+    def swiglu(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
+        from rollmill.ops.cpu.swiglu import Swiglu
+
+        return Swiglu.apply(gate_up_T2F)
+
+    def attend_packed(self, q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor, seq_lens: Sequence[int]) -> torch.Tensor:
+        from rollmill.ops.cpu.pages import PackedAttend
+
+        return PackedAttend.apply(q_THE, k_TKE, v_TKE, tuple(seq_lens))
+
+    def new_pages(self, num_pages: int, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Pages:
+        from rollmill.ops.cpu.pages import CpuPages
+
+        return CpuPages(num_pages, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)

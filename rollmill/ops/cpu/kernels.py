@@ -1,0 +1,171 @@
+"""The compiled attention loop of the CPU: each query row walks its own keys in pages of 64, in one order that nothing else can change.
+
+Every row runs the same machine code over the same tiles whether it is one of a prompt, of a training batch or a single decoded
+token, so decode equals prefill by construction. Sums run over fixed lanes; nothing is reassociated.
+Shapes: T query rows, H query heads, K key/value heads, D head size, P pages, S = 64 positions of a page, G = H / K.
+"""
+
+from __future__ import annotations
+
+import numba as nb
+import numpy as np
+
+PAGE = 64
+LANES = 16
+# exp2 of the fractional part in [-0.5, 0.5] times ln 2: a degree 6 polynomial of e**r, the error below one unit in the last place.
+LOG2E = np.float32(1.4426950408889634)
+LN2_HIGH = np.float32(0.693359375)
+LN2_LOW = np.float32(-2.12194440e-4)
+LOWEST = np.float32(-87.0)
+HALF = np.float32(0.5)
+C2, C3, C4 = np.float32(5.0000001201e-1), np.float32(1.6666665459e-1), np.float32(4.1665795894e-2)
+C5, C6, C7 = np.float32(8.3334519073e-3), np.float32(1.3981999507e-3), np.float32(1.9875691500e-4)
+ONE, ZERO = np.float32(1.0), np.float32(0.0)
+MINUS_INF = np.float32(-np.inf)
+
+
+@nb.njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy", boundscheck=False)
+def attend_rows(q_THD, k_PKDS, v_PKSD, table_BP, seq_T, len_T, scale, out_THD, first, last):  # type: ignore[no-untyped-def]
+    """Softmax attention of rows [first, last); row t sees the first `len_T[t]` positions of sequence `seq_T[t]`."""
+    num_heads, dim = q_THD.shape[1], q_THD.shape[2]
+    num_kv = k_PKDS.shape[1]
+    shared = num_heads // num_kv
+    acc = np.empty((shared, dim), np.float32)
+    total = np.empty((shared, LANES), np.float32)
+    peak = np.empty(shared, np.float32)
+    score = np.empty(PAGE, np.float32)
+    power = np.empty(PAGE, np.int32)
+    factor = power.view(np.float32)
+    lane = np.empty(LANES, np.float32)
+    for head in range(num_kv):
+        for t in range(first, last):
+            seq, length = seq_T[t], len_T[t]
+            acc[:, :] = ZERO
+            total[:, :] = ZERO
+            peak[:] = MINUS_INF
+            for tile in range((length + PAGE - 1) // PAGE):
+                page = table_BP[seq, tile]
+                seen = min(PAGE, length - tile * PAGE)
+                k_DS = k_PKDS[page, head]
+                v_SD = v_PKSD[page, head]
+                for g in range(shared):
+                    q_D = q_THD[t, head * shared + g]
+                    for j in range(PAGE):
+                        score[j] = ZERO
+                    for d in range(0, dim, 8):
+                        q0, q1, q2, q3 = q_D[d], q_D[d + 1], q_D[d + 2], q_D[d + 3]
+                        q4, q5, q6, q7 = q_D[d + 4], q_D[d + 5], q_D[d + 6], q_D[d + 7]
+                        k0, k1, k2, k3 = k_DS[d], k_DS[d + 1], k_DS[d + 2], k_DS[d + 3]
+                        k4, k5, k6, k7 = k_DS[d + 4], k_DS[d + 5], k_DS[d + 6], k_DS[d + 7]
+                        for j in range(PAGE):
+                            s = score[j] + q0 * k0[j]
+                            s = s + q1 * k1[j]
+                            s = s + q2 * k2[j]
+                            s = s + q3 * k3[j]
+                            s = s + q4 * k4[j]
+                            s = s + q5 * k5[j]
+                            s = s + q6 * k6[j]
+                            score[j] = s + q7 * k7[j]
+                    for j in range(PAGE):
+                        score[j] = score[j] * scale
+                    for j in range(seen, PAGE):
+                        score[j] = MINUS_INF
+                    for i in range(LANES):
+                        lane[i] = max(max(score[i], score[i + 16]), max(score[i + 32], score[i + 48]))
+                    top = peak[g]
+                    for i in range(LANES):
+                        top = max(top, lane[i])
+                    if top > peak[g]:
+                        fade = np.exp(peak[g] - top)
+                        peak[g] = top
+                        for i in range(LANES):
+                            total[g, i] *= fade
+                        for d in range(dim):
+                            acc[g, d] *= fade
+                    for j in range(PAGE):
+                        x = max(score[j] - top, LOWEST)
+                        n = np.floor(x * LOG2E + HALF)
+                        r = x - n * LN2_HIGH
+                        r = r - n * LN2_LOW
+                        y = C7 * r + C6
+                        y = y * r + C5
+                        y = y * r + C4
+                        y = y * r + C3
+                        y = y * r + C2
+                        y = y * (r * r) + r + ONE
+                        power[j] = (np.int32(n) + np.int32(127)) << np.int32(23)
+                        score[j] = y
+                    for j in range(PAGE):
+                        score[j] = score[j] * factor[j]
+                    # What lies behind the last key is left out, not multiplied by zero: a page may hold anything there.
+                    for j in range(seen, PAGE):
+                        score[j] = ZERO
+                    for i in range(LANES):
+                        total[g, i] += (score[i] + score[i + 16]) + (score[i + 32] + score[i + 48])
+                    a_D = acc[g]
+                    whole = seen // 8 * 8
+                    for j in range(0, whole, 8):
+                        p0, p1, p2, p3 = score[j], score[j + 1], score[j + 2], score[j + 3]
+                        p4, p5, p6, p7 = score[j + 4], score[j + 5], score[j + 6], score[j + 7]
+                        v0, v1, v2, v3 = v_SD[j], v_SD[j + 1], v_SD[j + 2], v_SD[j + 3]
+                        v4, v5, v6, v7 = v_SD[j + 4], v_SD[j + 5], v_SD[j + 6], v_SD[j + 7]
+                        for d in range(dim):
+                            a = a_D[d] + p0 * v0[d]
+                            a = a + p1 * v1[d]
+                            a = a + p2 * v2[d]
+                            a = a + p3 * v3[d]
+                            a = a + p4 * v4[d]
+                            a = a + p5 * v5[d]
+                            a = a + p6 * v6[d]
+                            a_D[d] = a + p7 * v7[d]
+                    for j in range(whole, seen):
+                        p0, v0 = score[j], v_SD[j]
+                        for d in range(dim):
+                            a_D[d] = a_D[d] + p0 * v0[d]
+            for g in range(shared):
+                weight = total[g, 0]
+                for i in range(1, LANES):
+                    weight = weight + total[g, i]
+                for d in range(dim):
+                    out_THD[t, head * shared + g, d] = acc[g, d] / weight
+
+
+@nb.njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)
+def write_rows(k_TKE, v_TKE, slots_T, k_PKDS, v_PKSD):  # type: ignore[no-untyped-def]
+    """Put each token's key and value into its slot; coordinates beyond the head size become zero."""
+    dim, padded = k_TKE.shape[2], k_PKDS.shape[2]
+    for t in range(len(slots_T)):
+        page, offset = slots_T[t] // PAGE, slots_T[t] % PAGE
+        for head in range(k_TKE.shape[1]):
+            for d in range(dim):
+                k_PKDS[page, head, d, offset] = k_TKE[t, head, d]
+                v_PKSD[page, head, offset, d] = v_TKE[t, head, d]
+            for d in range(dim, padded):
+                k_PKDS[page, head, d, offset] = ZERO
+                v_PKSD[page, head, offset, d] = ZERO
+
+
+@nb.njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy", boundscheck=False)
+def swiglu_rows(gate_up_T2F, out_TF, first, last):  # type: ignore[no-untyped-def]
+    """silu(first half) * second half of rows [first, last), in one pass; a column meets the same instructions in every row."""
+    width = out_TF.shape[1]
+    power = np.empty(width, np.int32)
+    factor = power.view(np.float32)
+    grown = np.empty(width, np.float32)
+    for t in range(first, last):
+        row, out = gate_up_T2F[t], out_TF[t]
+        for f in range(width):
+            # e**-gate; beyond 87 the result is zero to float32 either way.
+            x = min(max(-row[f], LOWEST), -LOWEST)
+            n = np.floor(x * LOG2E + HALF)
+            r = x - n * LN2_HIGH
+            r = r - n * LN2_LOW
+            y = C7 * r + C6
+            y = y * r + C5
+            y = y * r + C4
+            y = y * r + C3
+            y = y * r + C2
+            grown[f] = y * (r * r) + r + ONE
+            power[f] = (np.int32(n) + np.int32(127)) << np.int32(23)
+        for f in range(width):
+            out[f] = row[f] / (ONE + grown[f] * factor[f]) * row[width + f]
