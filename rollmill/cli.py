@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from rollmill.model.commands import import_model
+from rollmill.numerics.commands import numerics_app
 from rollmill.weights.commands import weights_app
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Train LLM agents by asynchronous RL.")
@@ -19,6 +21,8 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(weights_app, name="weights")
 app.add_typer(tasks_app, name="tasks")
 app.add_typer(model_app, name="model")
+app.add_typer(numerics_app, name="numerics")
+model_app.command("import")(import_model)
 
 
 @tasks_app.command("export")

@@ -19,7 +19,7 @@ MAGIC, SCHEMA = b"RMRT", 1
 HEADER = struct.Struct("<4sBBHIHH")
 RANKS, IDS = 0, 1
 # What a decoder will believe of a stranger's header before it sets memory aside.
-MAX_LAYERS, MAX_EXPERTS, MAX_TOP_K = 1024, 32767, 256
+MAX_LAYERS, MAX_EXPERTS, MAX_TOP_K = 1024, 4096, 256
 # Tokens worked on at once: what they need stays in the second-level cache.
 BLOCK = 2048
 
@@ -180,13 +180,15 @@ class _Ladder:
     most, and one comparison decides. Ranks beyond 2^53 round, by 2^-53 of themselves: a bucket starts that much earlier.
     """
 
-    def __init__(self, counts_X: np.ndarray) -> None:
+    def __init__(self, counts_X: np.ndarray, limit: int) -> None:
+        """`limit`: ranks are below this."""
         self._counts = np.append(counts_X, np.uint64(2**63))
         num_bits = len(counts_X).bit_length() + 2
         self._shift, self._base = 52 - num_bits, (1023 << num_bits) - 1
-        starts = (np.arange(64 << num_bits, dtype=np.int64) + self._base << self._shift).view(np.float64)
+        # One exponent more than the limit has bits, since rounding may reach the next power of two.
+        starts = (np.arange(limit.bit_length() + 1 << num_bits, dtype=np.int64) + self._base << self._shift).view(np.float64)
         # Bucket 0 is the rank 0, which has no exponent.
-        starts = np.concatenate([[0.0], (starts[1:] * (1 - 2.0**-50))])
+        starts = np.concatenate([[0.0], starts[1:] * (1 - 2.0**-50)])
         self._first = (counts_X.astype(np.float64).searchsorted(starts, side="right") - 1).astype(np.int16)
 
     def __call__(self, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -197,12 +199,14 @@ class _Ladder:
         return x, self._counts.take(x)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _ladders(num_experts: int, top_k: int) -> tuple[_Ladder, ...]:
-    return tuple(_Ladder(counts_X) for counts_X in _counts(num_experts, top_k))
+    spare = num_experts - top_k
+    # What is left of a rank once the greater ids are taken off is below the count of the next id that could have been.
+    return tuple(_Ladder(counts_X, comb(spare + i + 1, i + 1)) for i, counts_X in enumerate(_counts(num_experts, top_k)))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _counts(num_experts: int, top_k: int) -> np.ndarray:
     """counts[i, x] = C(x, i + 1): the rank of an ascending set is the sum of counts[i, ids[i]]. Rows rise, for searching.
 

@@ -8,10 +8,12 @@ Shapes: T tokens, D hidden, V vocabulary, E head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from rollmill.model.attention import Attention, Pass
 from rollmill.model.config import ModelConfig
@@ -59,6 +61,8 @@ class Model(nn.Module):
         super().__init__()
         self.config, self.numerics = config, numerics
         self._ops: Ops | None = None
+        self.recompute_layers = False
+        """Keep only each layer's input for the backward pass and compute the rest again: less memory, the same bits."""
         self._views: dict[str, torch.Tensor] | None = None
         self.serving_dtype: torch.dtype = getattr(torch, config.dtype)
         self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
@@ -80,8 +84,9 @@ class Model(nn.Module):
         """
         x_TD = nn.functional.embedding(tokens_T, self.embed)
         call = Pass(self.ops, self.cos[positions_T], self.sin[positions_T], attention, routes)
+        is_recomputed = self.recompute_layers and torch.is_grad_enabled()
         for layer in self.layers:
-            x_TD = layer.forward(x_TD, call)
+            x_TD = checkpoint(layer.forward, x_TD, call, use_reentrant=False) if is_recomputed else layer.forward(x_TD, call)
         return self.ops.rms_norm(x_TD, self.norm, self.config.norm_eps)
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
@@ -152,6 +157,15 @@ class Model(nn.Module):
         if self._ops is None:
             self._ops = ops_for(self.numerics, self.embed.device)
         return self._ops
+
+    @contextmanager
+    def computed_by(self, ops: Ops) -> Iterator[None]:
+        """For a while, compute with other operations than the profile's own."""
+        before, self._ops = self._ops, ops
+        try:
+            yield
+        finally:
+            self._ops = before
 
     @property
     def num_parameters(self) -> int:

@@ -7,11 +7,13 @@ import torch
 from rollmill.ops.base import PAGE, Ops, Pages, Spans, tempered
 from rollmill.ops.cpu.exact import CpuOps
 from rollmill.ops.cpu.strict import ask_for_strict
+from rollmill.ops.noisy import NoisyOps
+from rollmill.ops.quantised import QUANTISED, QuantisedOps
 from rollmill.ops.torch_ops import TorchOps
 
-__all__ = ["PAGE", "PROFILES", "CpuOps", "Ops", "Pages", "Spans", "TorchOps", "ops_for", "tempered"]
+__all__ = ["PAGE", "PROFILES", "CpuOps", "Ops", "Pages", "QuantisedOps", "Spans", "TorchOps", "ops_for", "tempered"]
 
-PROFILES = ("exact", "fast")
+PROFILES = ("exact", "fast", "noisy", *QUANTISED)
 
 ask_for_strict()
 
@@ -21,6 +23,11 @@ def ops_for(profile: str, device: torch.device | str) -> Ops:
     device = torch.device(device)
     if profile == "fast":
         return TorchOps(device)
+    if profile in QUANTISED:
+        exact = ops_for("exact", device)
+        return QuantisedOps(profile, exact, native=getattr(exact, "linear_fp8", None) if profile == "fp8" else None)
+    if profile == "noisy":
+        return NoisyOps(device)
     if profile != "exact":
         raise ValueError(f"there is no numerics profile {profile!r}; choose one of {', '.join(PROFILES)}")
     if device.type == "cpu":

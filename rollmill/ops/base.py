@@ -8,9 +8,9 @@ Shapes: T packed tokens, D hidden, N outputs, H and K query and key/value heads,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
 import numpy as np
 import torch
 
@@ -30,7 +30,8 @@ def tempered(logits_NV: torch.Tensor, temperature: float | np.ndarray) -> torch.
     return logits_NV / torch.from_numpy(scale_N).to(logits_NV.device)[:, None]
 
 
-class Spans(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Spans:
     """Where the new tokens of a step lie: sequence b has queries starts[b]..starts[b+1] at the end of its lens[b] keys.
 
     >>> s = Spans.of(new=[1, 3], before=[64, 0], pages=[[7, 2], [5]])
@@ -46,6 +47,10 @@ class Spans(msgspec.Struct, frozen=True, kw_only=True):
     """int32: keys of each sequence, the new ones included."""
     slots_T: torch.Tensor
     """int64: page * PAGE + offset where each new token's key and value go."""
+    seq_T: np.ndarray
+    """int32, on the host: the sequence of each new token."""
+    position_T: np.ndarray
+    """int64, on the host: its place in that sequence."""
     longest_new: int
     """Most new tokens of any sequence: 1 in a pure decode step."""
     longest: int
@@ -54,25 +59,32 @@ class Spans(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, *, new: Sequence[int], before: Sequence[int], pages: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Spans:
         new_B, before_B = np.asarray(new, np.int64), np.asarray(before, np.int64)
-        width = max(len(p) for p in pages)
-        table = np.zeros((len(pages), width), np.int32)
+        num_seqs = len(new_B)
+        table = np.zeros((num_seqs, max(len(p) for p in pages)), np.int32)
         for row, held in zip(table, pages, strict=True):
             row[: len(held)] = held
-        starts = np.concatenate([[0], new_B.cumsum()])
-        seq_T = np.repeat(np.arange(len(new_B)), new_B)
-        position_T = np.arange(starts[-1]) - starts[seq_T] + before_B[seq_T]
+        starts = np.zeros(num_seqs + 1, np.int32)
+        np.cumsum(new_B, out=starts[1:])
+        longest_new = int(new_B.max())
+        if longest_new == 1:
+            seq_T, position_T = np.arange(num_seqs, dtype=np.int32), before_B
+        else:
+            seq_T = np.repeat(np.arange(num_seqs, dtype=np.int32), new_B)
+            position_T = np.arange(starts[-1]) - starts[seq_T] + before_B[seq_T]
         slots = table[seq_T, position_T // PAGE].astype(np.int64) * PAGE + position_T % PAGE
-        lens = new_B + before_B
+        lens = (new_B + before_B).astype(np.int32)
 
         def there(x: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(x).to(device, non_blocking=True)
 
         return cls(
             table_BP=there(table),
-            starts_B1=there(starts.astype(np.int32)),
-            lens_B=there(lens.astype(np.int32)),
+            starts_B1=there(starts),
+            lens_B=there(lens),
             slots_T=there(slots),
-            longest_new=int(new_B.max()),
+            seq_T=seq_T,
+            position_T=position_T,
+            longest_new=longest_new,
             longest=int(lens.max()),
         )
 

@@ -1,12 +1,13 @@
-"""The exact profile of the CPU: strict matrix products, proved for every shape before its first use, and compiled loops
-for attention and SwiGLU.
+"""The exact profile of the CPU: strict matrix products, proved for every shape before its first use, and compiled loops for the rest.
 
-Norms and softmax are torch's own: each row is one reduction of its own there.
+Softmax is torch's own: each row is one reduction of its own there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,14 @@ import torch.nn.functional as F
 from rollmill.ops.base import Pages
 from rollmill.ops.cpu.strict import ask_for_strict, blocked_linear, is_invariant, log
 from rollmill.ops.torch_ops import TorchOps
+
+
+@cache
+def _rowwise() -> ModuleType:
+    # Imported late: numba takes half a second, and a machine that computes on a GPU may not have it.
+    from rollmill.ops.cpu import rowwise
+
+    return rowwise
 
 
 class CpuOps(TorchOps):
@@ -48,15 +57,19 @@ class CpuOps(TorchOps):
         )
         return False
 
-    def swiglu(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
-        from rollmill.ops.cpu.swiglu import Swiglu
+    def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+        return _rowwise().rms_norm(x_TD, weight_D, eps)
 
-        return Swiglu.apply(gate_up_T2F)
+    def rotate(self, x_THE: torch.Tensor, cos_T1E: torch.Tensor, sin_T1E: torch.Tensor) -> torch.Tensor:
+        return _rowwise().rotate(x_THE, cos_T1E, sin_T1E)
+
+    def swiglu(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
+        return _rowwise().swiglu(gate_up_T2F)
 
     def attend_packed(self, q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor, seq_lens: Sequence[int]) -> torch.Tensor:
-        from rollmill.ops.cpu.pages import PackedAttend
+        from rollmill.ops.cpu.pages import attend_packed
 
-        return PackedAttend.apply(q_THE, k_TKE, v_TKE, tuple(seq_lens))
+        return attend_packed(q_THE, k_TKE, v_TKE, tuple(seq_lens))
 
     def new_pages(self, num_pages: int, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Pages:
         from rollmill.ops.cpu.pages import CpuPages

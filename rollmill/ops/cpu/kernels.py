@@ -25,8 +25,8 @@ MINUS_INF = np.float32(-np.inf)
 
 
 @nb.njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy", boundscheck=False)
-def attend_rows(q_THD, k_PKDS, v_PKSD, table_BP, seq_T, len_T, scale, out_THD, first, last):  # type: ignore[no-untyped-def]
-    """Softmax attention of rows [first, last); row t sees the first `len_T[t]` positions of sequence `seq_T[t]`."""
+def attend_rows(q_THD, k_PKDS, v_PKSD, table_BP, seq_T, position_T, scale, out_THD, first, last):  # type: ignore[no-untyped-def]
+    """Softmax attention of rows [first, last); row t sees the positions of sequence `seq_T[t]` up to `position_T[t]`."""
     num_heads, dim = q_THD.shape[1], q_THD.shape[2]
     num_kv = k_PKDS.shape[1]
     shared = num_heads // num_kv
@@ -39,7 +39,7 @@ def attend_rows(q_THD, k_PKDS, v_PKSD, table_BP, seq_T, len_T, scale, out_THD, f
     lane = np.empty(LANES, np.float32)
     for head in range(num_kv):
         for t in range(first, last):
-            seq, length = seq_T[t], len_T[t]
+            seq, length = seq_T[t], position_T[t] + 1
             acc[:, :] = ZERO
             total[:, :] = ZERO
             peak[:] = MINUS_INF
@@ -169,3 +169,38 @@ def swiglu_rows(gate_up_T2F, out_TF, first, last):  # type: ignore[no-untyped-de
             power[f] = (np.int32(n) + np.int32(127)) << np.int32(23)
         for f in range(width):
             out[f] = row[f] / (ONE + grown[f] * factor[f]) * row[width + f]
+
+
+@nb.njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy", boundscheck=False)
+def rms_norm_rows(x_TD, weight_D, eps, out_TD, first, last):  # type: ignore[no-untyped-def]
+    """Rows [first, last) over their root mean square, times the weight; squares are added in fixed lanes."""
+    dim = x_TD.shape[1]
+    whole = dim // LANES * LANES
+    lane = np.empty(LANES, np.float32)
+    for t in range(first, last):
+        row, out = x_TD[t], out_TD[t]
+        lane[:] = ZERO
+        for d in range(0, whole, LANES):
+            for i in range(LANES):
+                lane[i] += row[d + i] * row[d + i]
+        total = ZERO
+        for i in range(LANES):
+            total += lane[i]
+        for d in range(whole, dim):
+            total += row[d] * row[d]
+        factor = ONE / np.sqrt(total / np.float32(dim) + eps)
+        for d in range(dim):
+            out[d] = row[d] * factor * weight_D[d]
+
+
+@nb.njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy", boundscheck=False)
+def rotate_rows(x_THE, cos_TE, sin_TE, out_THE, first, last):  # type: ignore[no-untyped-def]
+    """Turn each head of rows [first, last) by its position's angles; the two halves of a head are the two coordinates."""
+    half = x_THE.shape[2] // 2
+    for t in range(first, last):
+        for h in range(x_THE.shape[1]):
+            x, out = x_THE[t, h], out_THE[t, h]
+            for d in range(half):
+                out[d] = x[d] * cos_TE[t, d] - x[d + half] * sin_TE[t, d]
+            for d in range(half):
+                out[d + half] = x[d + half] * cos_TE[t, d + half] + x[d] * sin_TE[t, d + half]

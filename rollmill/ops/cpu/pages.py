@@ -25,6 +25,7 @@ class CpuPages:
     def __init__(self, num_pages: int, *, num_layers: int, num_kv_heads: int, head_dim: int) -> None:
         self.num_pages, self.head_dim = num_pages, head_dim
         self._padded = -(-head_dim // STEP) * STEP
+        self._scale = np.float32(head_dim**-0.5)
         # Not even zeroed: what lies behind a sequence's last key is never used, and memory that no page touches costs nothing.
         self._k = [np.empty((num_pages, num_kv_heads, self._padded, PAGE), np.float32) for _ in range(num_layers)]
         self._v = [np.empty((num_pages, num_kv_heads, PAGE, self._padded), np.float32) for _ in range(num_layers)]
@@ -36,19 +37,32 @@ class CpuPages:
         q = _array(q_THE)
         if self._padded != self.head_dim:
             q = np.pad(q, ((0, 0), (0, 0), (0, self._padded - self.head_dim)))
-        starts, lens = spans.starts_B1.numpy(), spans.lens_B.numpy()
-        new_B = np.diff(starts)
-        seq_T = np.repeat(np.arange(len(lens), dtype=np.int32), new_B)
+        out = np.empty_like(q)
         # A token sees the keys up to its own.
-        len_T = (np.arange(len(q), dtype=np.int32) - starts[1:][seq_T] + lens[seq_T] + 1).astype(np.int32)
-        out, table, scale = np.empty_like(q), spans.table_BP.numpy(), np.float32(self.head_dim**-0.5)
-        work_T = 4 * q.shape[1] * q.shape[2] * len_T.astype(np.int64)
-        share_rows(lambda a, b: attend_rows(q, self._k[layer], self._v[layer], table, seq_T, len_T, scale, out, a, b), work_T)
-        return torch.from_numpy(out[..., : self.head_dim]).to(q_THE.dtype)
+        position_T = spans.position_T
+        work = 4 * q.shape[1] * q.shape[2] * (int(position_T.sum()) + len(q))
+        args = (q, self._k[layer], self._v[layer], spans.table_BP.numpy(), spans.seq_T, position_T, self._scale, out)
+        share_rows(attend_rows, *args, num_rows=len(q), work=work, work_T=position_T + 1)
+        return torch.from_numpy(out if self._padded == self.head_dim else out[..., : self.head_dim]).to(q_THE.dtype)
 
 
 def _array(x_TNE: torch.Tensor) -> np.ndarray:
     return x_TNE.detach().float().contiguous().numpy()
+
+
+def attend_packed(q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor, seq_lens: Sequence[int]) -> torch.Tensor:
+    if not (torch.is_grad_enabled() and (q_THE.requires_grad or k_TKE.requires_grad or v_TKE.requires_grad)):
+        return _attend_packed(q_THE, k_TKE, v_TKE, seq_lens)
+    return PackedAttend.apply(q_THE, k_TKE, v_TKE, seq_lens)
+
+
+def _attend_packed(q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor, seq_lens: Sequence[int]) -> torch.Tensor:
+    counts = [-(-n // PAGE) for n in seq_lens]
+    ends = np.cumsum(counts).tolist()
+    spans = Spans.of(new=seq_lens, before=[0] * len(counts), pages=[range(e - n, e) for n, e in zip(counts, ends, strict=True)])
+    pages = CpuPages(ends[-1], num_layers=1, num_kv_heads=k_TKE.shape[1], head_dim=k_TKE.shape[2])
+    pages.write(0, k_TKE, v_TKE, spans)
+    return pages.attend(0, q_THE, spans)
 
 
 class PackedAttend(torch.autograd.Function):
@@ -58,12 +72,7 @@ class PackedAttend(torch.autograd.Function):
     def forward(ctx: Any, q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor, seq_lens: Sequence[int]) -> torch.Tensor:
         ctx.save_for_backward(q_THE, k_TKE, v_TKE)
         ctx.seq_lens = seq_lens
-        counts = [-(-n // PAGE) for n in seq_lens]
-        ends = np.cumsum(counts).tolist()
-        spans = Spans.of(new=seq_lens, before=[0] * len(counts), pages=[range(e - n, e) for n, e in zip(counts, ends, strict=True)])
-        pages = CpuPages(ends[-1], num_layers=1, num_kv_heads=k_TKE.shape[1], head_dim=k_TKE.shape[2])
-        pages.write(0, k_TKE, v_TKE, spans)
-        return pages.attend(0, q_THE, spans)
+        return _attend_packed(q_THE, k_TKE, v_TKE, seq_lens)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

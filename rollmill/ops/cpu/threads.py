@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,20 +22,22 @@ def _pool(pid: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1), thread_name_prefix="rows")
 
 
-def _cuts(work_T: np.ndarray) -> list[tuple[int, int]]:
-    """Runs of rows of about equal work, one for each thread that is worth it."""
-    done_T = np.cumsum(work_T, dtype=np.int64)
-    parts = int(min(torch.get_num_threads(), max(1, done_T[-1] // SPLIT_WORK), len(work_T)))
-    borders = np.searchsorted(done_T, done_T[-1] * np.arange(1, parts) / parts, side="left") + 1
-    return [(a, b) for a, b in pairwise([0, *borders.tolist(), len(work_T)]) if a < b]
+def share_rows(loop: Callable[..., None], *args: Any, num_rows: int, work: int, work_T: np.ndarray | None = None) -> None:
+    """Run `loop(*args, first, last)` over all rows; it must let go of the interpreter.
 
-
-def share_rows(loop: Callable[[int, int], None], work_T: np.ndarray) -> None:
-    """Run `loop(first, last)` over all rows; it must let go of the interpreter. `work_T` counts each row's operations."""
-    if not len(work_T):
+    `work` counts the operations of all rows, `work_T` each row's share in any unit where rows differ.
+    """
+    parts = min(torch.get_num_threads(), work // SPLIT_WORK, num_rows)
+    if parts <= 1:
+        loop(*args, 0, num_rows)
         return
-    first, *rest = _cuts(work_T)
-    others = [_pool(os.getpid()).submit(loop, *cut) for cut in rest]
-    loop(*first)
+    if work_T is None:
+        edges = [num_rows * i // parts for i in range(parts + 1)]
+    else:
+        done_T = np.cumsum(work_T, dtype=np.int64)
+        edges = [0, *(np.searchsorted(done_T, done_T[-1] * np.arange(1, parts) / parts) + 1).tolist(), num_rows]
+    first, *rest = [(a, b) for a, b in pairwise(edges) if a < b]
+    others = [_pool(os.getpid()).submit(loop, *args, a, b) for a, b in rest]
+    loop(*args, *first)
     for other in others:
         other.result()
