@@ -11,7 +11,7 @@ RUN ?= runs/demo-$(SEED)
 help:
 	@echo "make demo [SEED=7]   set up, then train the demo model by asynchronous RL (about five minutes on two cores)"
 	@echo "make test            set up, then lint, type-check and test"
-	@echo "make test-slow       the long tests: ten thousand versions of weights over a store that fails (some minutes)"
+	@echo "make test-slow       the long tests: ten thousand versions of weights over a store that fails, a training run through a bucket (some minutes)"
 	@echo "make model           make models/demo again (DEVICE=cuda: under ten minutes; two CPU cores: about seven hours)"
 	@echo "make bench-loop      sync against async on the same tasks with slow tools"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollmill.config import RunConfig
+from rollmill.fleet.disk import room_for
 from rollmill.fleet.summary import sparkline
 from rollmill.ledger import Ledger
 from rollmill.records import EpisodeState
@@ -39,7 +41,11 @@ class _Tail:
         whole = body[: body.rfind(b"\n") + 1]
         self._at += len(whole)
         for line in whole.splitlines():
-            row = json.loads(line)
+            try:
+                row = json.loads(line)
+            except ValueError:
+                # Torn by a full disk; the process after it wrote on behind the tear.
+                continue
             self.last |= row
             if "reward/mean" in row:
                 self.rewards.append(row["reward/mean"])
@@ -55,7 +61,10 @@ class Display:
         self._console = Console(stderr=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=True) if sys.stdout.isatty() else None
         self._ledger: Ledger | None = None
-        self._metrics, self._life = Metrics(self._run_dir, "supervisor"), time.time()
+        with room_for(self._run_dir / "metrics"):
+            self._metrics, self._life = Metrics(self._run_dir, "supervisor"), time.time()
+        self.num_missed = 0
+        """Looks at the run that its disk or its ledger refused; the roles tell what that means."""
         self._note = "starting"
 
     def __enter__(self) -> Display:
@@ -84,6 +93,12 @@ class Display:
         if now - self._drawn < REFRESH_S:
             return
         self._drawn = now
+        try:
+            self._look(now)
+        except (OSError, sqlite3.Error):
+            self.num_missed += 1
+
+    def _look(self, now: float) -> None:
         if self._ledger is None:
             if not (self._run_dir / "ledger.db").is_file():
                 return

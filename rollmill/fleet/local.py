@@ -1,7 +1,7 @@
 """The supervisor of one machine: starts the roles, watches them, restarts the dead, and never leaves an orphan.
 
-A role that ends with status 0 is done; one that asks for a person (status 2) stops the run with its message; any other
-end is a crash and is answered by a new process, a bounded number of times.
+A role that ends with status 0 is done; one that asks for a person (status 2) or dies on a full disk stops the run with its
+message; any other end is a crash and is answered by a new process, a bounded number of times.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.config import RunConfig
-from rollmill.fleet.role import EXIT_DONE, EXIT_FIX, PARENT_ENV, role_command
+from rollmill.fleet.disk import full_disks, left, places, room_for
+from rollmill.fleet.role import EXIT_DONE, EXIT_FIX, EXIT_UNHEARD, PARENT_ENV, role_command
 from rollmill.fleet.rundir import announced
 from rollmill.records import Role
 
@@ -27,7 +28,8 @@ log = logging.getLogger("rollmill.supervisor")
 POLL_S = 0.1
 HEALTH_EVERY_S = 3.0
 UNRESPONSIVE_S = 60.0
-MAX_RESTARTS, RESTART_WINDOW_S = 8, 300.0
+MAX_RESTARTS, RESTART_WINDOW_S = 8, 900.0
+"""The window holds MAX_RESTARTS lives that end by UNRESPONSIVE_S: a role that never answers must not be started for ever."""
 STOP_S = 15.0
 
 
@@ -49,9 +51,10 @@ def _health(url: str) -> dict[str, Any] | None:
 class RoleProcess:
     """One role and its current process."""
 
-    def __init__(self, role: str, index: int, run_file: Path, run_dir: Path) -> None:
+    def __init__(self, role: str, index: int, run_file: Path, config: RunConfig) -> None:
         self.name = f"engine-{index}" if role == Role.ENGINE else str(role)
-        self.role, self._command, self._run_dir = role, role_command(role, run_file, index), run_dir
+        self.role, self._command, self._run_dir = role, role_command(role, run_file, index), config.run.dir
+        self._places = places(config)
         self._restarts: list[float] = []
         self._not_before = 0.0
         self.is_done = False
@@ -64,7 +67,7 @@ class RoleProcess:
 
     def start(self) -> None:
         (self._run_dir / "roles" / f"{self.name}.json").unlink(missing_ok=True)
-        with (self._run_dir / "logs" / f"{self.name}.log").open("ab") as log_file:
+        with room_for(self._log), self._log.open("ab") as log_file:
             self.process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
@@ -91,20 +94,32 @@ class RoleProcess:
             self.is_done = True
             return f"{self.name} is done"
         if status == EXIT_FIX:
-            raise RoleFailed(f"{self.name} cannot go on:\n{self.last_words(3)}")
+            raise RoleFailed(f"{self.name} cannot go on:\n{self.last_words(3)}{self._full()}")
+        how = f"signal {-status}" if status < 0 else f"status {status}"
+        if status == EXIT_UNHEARD or full_disks(self._places):
+            # Also where the log has no room for the reason: a new process would fill what is left and die as this one did.
+            full = self._full() or f"\nits log {self._log} could not be written ({left(self._places)})"
+            raise RoleFailed(f"{self.name} died ({how}); its last words:\n{self.last_words(20)}{full}")
         self._restarts = [t for t in self._restarts if now - t < RESTART_WINDOW_S] + [now]
         if len(self._restarts) > MAX_RESTARTS:
             often = f"{len(self._restarts)} times in {RESTART_WINDOW_S:.0f} s"
             raise RoleFailed(f"{self.name} died {often}; its last words:\n{self.last_words(20)}")
         self._not_before = now + min(5.0, 0.2 * 2 ** (len(self._restarts) - 1))
         self.process = None
-        how = f"signal {-status}" if status < 0 else f"status {status}"
         return f"{self.name} died ({how}); starting it again"
 
+    @property
+    def _log(self) -> Path:
+        return self._run_dir / "logs" / f"{self.name}.log"
+
+    def _full(self) -> str:
+        """What its last words may have had no room to say; empty when no disk is full."""
+        full = full_disks(self._places)
+        return f"\nthe disk is full: {left(full)}; free some space and go on with --resume" if full else ""
+
     def last_words(self, num_lines: int) -> str:
-        path = self._run_dir / "logs" / f"{self.name}.log"
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 16384))
+        with self._log.open("rb") as file:
+            file.seek(max(0, self._log.stat().st_size - 16384))
             return "\n".join(file.read().decode("utf-8", "replace").splitlines()[-num_lines:])
 
     def send(self, number: int) -> None:
@@ -117,7 +132,7 @@ class Supervisor:
 
     def __init__(self, config: RunConfig, run_file: Path, *, say: Callable[[str], None], tick: Callable[[], None] = lambda: None) -> None:
         self._config, self._say, self._tick = config, say, tick
-        make = lambda role, index=0: RoleProcess(role, index, run_file, config.run.dir)  # noqa: E731
+        make = lambda role, index=0: RoleProcess(role, index, run_file, config)  # noqa: E731
         engines = [make(Role.ENGINE, i) for i in range(config.engine.num_replicas)]
         compactors = [make(Role.COMPACTOR)] if config.weights.compact_every_s else []
         self.roles: list[RoleProcess] = [make(Role.TRAINER), *engines, make(Role.ROLLOUT), *compactors]

@@ -13,6 +13,7 @@ from typing import Any
 from blake3 import blake3
 
 from rollmill.config import RunConfig, dump_config, load_config
+from rollmill.fleet.disk import room_for
 
 # What may not change between a run and its resumption: the ledger's groups would mean something else.
 IDENTITY = ("run.seed", "model.path", "tasks.family", "tasks.kinds", "tasks.levels", "rollout.group_size", "trainer.groups_per_batch")
@@ -25,9 +26,11 @@ class RunDirError(ValueError):
 @contextlib.contextmanager
 def hold(run_dir: Path, name: str) -> Iterator[None]:
     """Own a run (or one of its roles) for as long as the block lasts. The lock dies with the process, also by kill -9."""
-    folder = run_dir / "locks"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / name).open("a+") as file:
+    path = run_dir / "locks" / name
+    with room_for(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+")
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -36,8 +39,9 @@ def hold(run_dir: Path, name: str) -> Iterator[None]:
                 f"{run_dir} is in use: {name} runs as process {file.read().strip() or '?'}; stop it or set another run.dir"
             ) from None
         file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        # Past the buffer: what a full disk refuses would be tried again when the block ends, and hide how it ended.
+        with room_for(path):
+            os.write(file.fileno(), str(os.getpid()).encode())
         yield
 
 
@@ -84,8 +88,12 @@ def _check_model(config: RunConfig, run_dir: Path, *, resume: bool) -> None:
 
 def write_atomic(path: Path, text: str) -> None:
     work = path.with_suffix(path.suffix + f".{os.getpid()}.tmp")
-    work.write_text(text)
-    work.replace(path)
+    try:
+        with room_for(path):
+            work.write_text(text)
+            work.replace(path)
+    finally:
+        work.unlink(missing_ok=True)
 
 
 def announce(run_dir: Path, role: str, facts: dict[str, Any]) -> None:

@@ -21,6 +21,10 @@ def check_inputs(config: RunConfig) -> None:
         raise ConfigError(
             f"rollout.max_tokens_per_turn {config.rollout.max_tokens_per_turn} does not fit into engine.max_len {config.engine.max_len}"
         )
+    if config.trainer.router_replay != "off" and model.moe is None:
+        raise ConfigError(
+            f'trainer.router_replay is {config.trainer.router_replay!r}, but {config.model.path} has no experts; set it to "off"'
+        )
     source = TaskSource(open_family(config.tasks.family), split="train", seed=0, kinds=config.tasks.kinds, levels=config.tasks.levels)
     for level in config.tasks.levels:
         source.family.make(kind=source.kinds[0], level=level, seed=0, split="train")

@@ -9,12 +9,13 @@ if TYPE_CHECKING:
     from rollmill.weights.check import fsck, verify
     from rollmill.weights.compactor import Compactor
     from rollmill.weights.errors import CorruptSnapshot, LatestMoved, PublishFailed, UnknownFormat, WrongBase, WrongWeights
-    from rollmill.weights.follower import Follower, FollowerStats, Staged
+    from rollmill.weights.follower import Follower
     from rollmill.weights.history import log
     from rollmill.weights.live import HostWeights, LiveWeights
     from rollmill.weights.manifest import Kind, Route, Version
     from rollmill.weights.proof import Fingerprint, fingerprint
     from rollmill.weights.publisher import Published, Publisher, PublisherStats
+    from rollmill.weights.staged import FollowerStats, Staged
     from rollmill.weights.store import WeightStore, open_store
 
 _HOME = {
@@ -28,8 +29,8 @@ _HOME = {
     "Fingerprint": "proof",
     "fingerprint": "proof",
     "Follower": "follower",
-    "FollowerStats": "follower",
-    "Staged": "follower",
+    "FollowerStats": "staged",
+    "Staged": "staged",
     "fsck": "check",
     "verify": "check",
     "log": "history",

@@ -188,10 +188,7 @@ class Compactor:
         """Read the pack back. The base's bytes are used up by it, which saves a third copy."""
         if route.base is None:
             self._held = {record.version: self._held[record.version]}
-            data = {spec.name: np.zeros(spec.num_bytes, np.uint8) for spec in schema.tensors}
-        else:
-            data = self._held.pop(route.base)
-        replay(self._store, route, record, schema, data)
+        replay(self._store, route, record, schema, None if route.base is None else self._held.pop(route.base))
 
     def _decline(self, declined: Declined, wanted: Wanted, packs: list[str]) -> None:
         self._store.decline(declined)

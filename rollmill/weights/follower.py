@@ -9,82 +9,27 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from blake3 import blake3
 
 from rollmill.weights.encode import num_workers
 from rollmill.weights.errors import CorruptSnapshot, UnknownFormat, WrongBase, WrongWeights
 from rollmill.weights.live import CellStager, CodedCell, LiveWeights, TensorPatch
 from rollmill.weights.manifest import Lease, Route, Version, version_key
-from rollmill.weights.pack import Entry
-from rollmill.weights.peer import fetch_from_peer
+from rollmill.weights.mend import mend
+from rollmill.weights.peer import load_from_peers
 from rollmill.weights.proof import Fingerprint, Lanes, add, base_value, combine, from_hex, seeds_of, to_hex
-from rollmill.weights.reader import Damaged, OpenRoute, TensorWork, advance, each_tensor, find_path, work_of
+from rollmill.weights.reader import Damaged, OpenRoute, TensorWork, advance, each_tensor, find_path
 from rollmill.weights.schema import Schema
-from rollmill.weights.shard import Held, on_grid_of
-from rollmill.weights.stage import bad_cells, difference, patch_of
+from rollmill.weights.stage import patch_of
+from rollmill.weights.staged import FollowerStats, Staged
 from rollmill.weights.store import WeightStore
 
 log = logging.getLogger(__name__)
-# A joiner that three replicas could not serve is better off with the store.
-_MAX_PEERS = 3
 Agree = Callable[[dict[str, Lanes]], dict[str, Lanes]]
 """Joins the ranks of a sharded replica: the lane-wise sums over all of them, the same on each."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Staged:
-    """A version made ready beside the live weights. Its values are absolute: applying them twice is applying them once."""
-
-    version: int
-    step: int
-    base_version: int | None
-    """The version the live weights must have now; None: nothing is served, and the weights were loaded already."""
-    schema: Schema
-    fingerprint: Fingerprint
-    """What the live weights must show after the swap."""
-    num_changed: int
-    bytes_read: int
-    num_packs: int
-    timings_s: dict[str, float]
-    """Seconds of planning, and of fetching and decoding."""
-    patch: Any = field(repr=False)
-    """What `LiveWeights.stage` gave."""
-
-    @property
-    def prepare_s(self) -> float:
-        return sum(self.timings_s.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class FollowerStats:
-    """Counts since the follower was made."""
-
-    num_polls: int = 0
-    num_staged: int = 0
-    num_confirmed: int = 0
-    num_wrong_weights: int = 0
-    """Swaps refused because the live weights were not those of the version."""
-    num_wrong_base: int = 0
-    """Times the live weights were not what a delta was made from."""
-    num_quarantined: int = 0
-    """Objects this follower found damaged or missing."""
-    num_repaired_cells: int = 0
-    """Cells of live weights that had to be fetched again."""
-    num_read_errors: int = 0
-    """Reads that the system refused; tried again at the next poll."""
-    num_lease_errors: int = 0
-    """Times the lease could not be written; tried again after a third of its time."""
-    num_from_peer: int = 0
-    """Times the weights to start from came from another replica."""
-    num_peers_failed: int = 0
-    """Replicas that were asked for weights and could not give them."""
-    bytes_read: int = 0
-    problem: str = ""
-    """Why the replica is behind `latest`, in plain words; empty when nothing is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +72,8 @@ class Follower:
         self._timings: dict[str, float] = {}
         self._staged_version: int | None = None
         self._renewed = 0.0
+        self._has_told = False
+        """Whether the store heard that a version is served."""
 
     @property
     def version(self) -> int | None:
@@ -211,16 +158,18 @@ class Follower:
 
     def renew(self, now: float) -> bool:
         """Say in the store what is served here, when a third of the lease has passed; False when it was not time or failed."""
-        if not self._replica or now < self._renewed + self._lease_s / 3:
-            return False
         held, stats = self._held, self.stats()
+        # The first version is told at once: replicas that start with this one could take it from here.
+        is_first = held is not None and not self._has_told
+        if not self._replica or (now < self._renewed + self._lease_s / 3 and not is_first):
+            return False
         lease = Lease(
             replica=self._replica, version=None if held is None else held.version,
             fingerprint="" if held is None else held.fingerprint.total, staging=self._staged_version, renewed=now,
             expires=now + self._lease_s, url=self._url, problem=stats.problem, timings_s=self._timings, num_swaps=stats.num_confirmed,
         )  # fmt: skip
         # Also after a failure: there are two more times to try before the lease ends.
-        self._renewed = now
+        self._renewed, self._has_told = now, held is not None
         try:
             self._store.renew(lease)
         except OSError as error:
@@ -325,14 +274,14 @@ class Follower:
 
     def _prepare(self, record: Version, schema: Schema, path: Sequence[Route], held: _HeldVersion | None, planning: float) -> Staged:
         fetching = time.monotonic()
-        if held is None and self._load_from_peer(record, schema):
+        if held is None and self._loaded_from_peer(record, schema):
             path = ()
         hops = [OpenRoute(self._store, route) for route in path if route.packs]
         workers, parts, expected = num_workers(schema.num_bytes), self.live.held(), record.print_of(schema)
         if held is None:
             for _ in each_tensor(hops, schema, parts, self._load, workers=workers):
                 pass
-            num_changed, patch = record.raw_bytes, self.live.stage([])
+            num_changed, patch = sum(part.region.num_elements for part in parts.values()), self.live.stage([])
         elif isinstance(self.live, CellStager) and len(hops) == 1 and path[0].base is not None:
             num_changed, patch = self._stage_where_they_lie(self.live, hops, schema)
         else:
@@ -361,29 +310,10 @@ class Follower:
             raise WrongBase(f"the live weights do not take the delta: {error}") from error
         return sum(entry.num_changed for _, _, (_, entry, _) in found), staged
 
-    def _load_from_peer(self, record: Version, schema: Schema) -> bool:
-        """Take the weights to start from out of a replica that serves them: nearer than any store. False: the store has to give them."""
-        now = time.time()
-        try:
-            leases = self._store.leases()
-        except UnknownFormat as error:
-            # One replica of a newer Rollmill; the store gives the weights as well.
-            log.warning("weights: no replica can be asked for weights: %s", error)
-            return False
-        serving = [lease for lease in leases if lease.url and lease.version == record.version and lease.expires > now]
-        peers = [lease for lease in serving if lease.replica != self._replica]
-        # Joiners that start together begin with different peers.
-        for peer in sorted(peers, key=lambda p: blake3(f"{self._replica} {p.replica}".encode()).digest())[:_MAX_PEERS]:
-            try:
-                for name, data in fetch_from_peer(peer.url, record, schema, self.live.held()):
-                    self.live.load(name, data)
-            except (OSError, ValueError, WrongWeights) as error:
-                self._count(num_peers_failed=1)
-                log.warning("weights: replica %s cannot give version %d: %s", peer.replica, record.version, error)
-                continue
-            self._count(num_from_peer=1)
-            return True
-        return False
+    def _loaded_from_peer(self, record: Version, schema: Schema) -> bool:
+        joined = load_from_peers(self._store, self.live, record, schema, replica=self._replica)
+        self._count(num_from_peer=int(joined.is_loaded), num_peers_failed=joined.num_failed)
+        return joined.is_loaded
 
     def _load(self, work: TensorWork) -> None:
         data = np.zeros(work.held.num_bytes, np.uint8)
@@ -407,37 +337,16 @@ class Follower:
             raise WrongBase(f"{len(wrong)} tensors would not become those of the version, first {', '.join(wrong[:3])}")
 
     def _repair(self, held: _HeldVersion, names: Sequence[str]) -> Staged:
-        """Fetch only the cells that are wrong, from the cheapest full route and what follows it."""
         planning = time.monotonic()
         record = self._store.version(held.version)
-        schema = self._store.schema(record.schema)
-        path = find_path(self._store, held.version, held=None, refused=self._refused, schema=record.schema)
-        if path is None:
-            raise CorruptSnapshot(f"version {held.version} cannot be rebuilt from {self._store}: no route leads to it")
-        hops = [OpenRoute(self._store, route, whole_bytes=0) for route in path if route.packs]
-        parts, patches, num_bad = self.live.held(), [], 0
-        for tensor, spec in enumerate(schema.tensors):
-            # Of a sharded replica the tensor may be bad on another rank only.
-            if spec.name not in names or spec.name not in parts:
-                continue
-            part = on_grid_of(spec, parts[spec.name])
-            newest: dict[int, Entry] = {entry.cell: entry for hop in hops for entry in hop.entries(tensor)}
-            bad = bad_cells(part, self.live.read(spec.name), newest, spec.cells(schema.chunk_elements))
-            num_bad += len(bad)
-            patches.append(self._mend(hops, tensor, part, schema, set(bad)))
-        self._count(num_repaired_cells=num_bad)
-        done = time.monotonic()
+        mended = mend(self._store, self.live, record, held.schema, names, refused=self._refused)
+        self._count(num_repaired_cells=mended.num_bad)
+        patch = self.live.stage(mended.patches)
         return Staged(
             version=held.version, step=record.step, base_version=held.version, schema=held.schema, fingerprint=held.fingerprint,
-            num_changed=sum(len(p.positions) for p in patches), bytes_read=sum(hop.bytes_read for hop in hops),
-            num_packs=len(hops), timings_s={"repair": done - planning}, patch=self.live.stage(patches),
+            num_changed=sum(len(p.positions) for p in mended.patches), bytes_read=mended.bytes_read, num_packs=mended.num_packs,
+            timings_s={"repair": time.monotonic() - planning}, patch=patch,
         )  # fmt: skip
-
-    def _mend(self, hops: Sequence[OpenRoute], tensor: int, held: Held, schema: Schema, bad: set[int]) -> TensorPatch:
-        live = np.array(self.live.read(held.spec.name))
-        mended = np.array(live)
-        advance(work_of(hops, tensor, held, schema.chunk_elements, only=bad), mended)
-        return difference(held, live, mended)
 
     def _check_schema(self, schema: Schema) -> Schema:
         """The live tensors must be those of the schema: a replica of another model is a mistake to be told, not retried."""

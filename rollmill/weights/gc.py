@@ -45,6 +45,18 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of routes and packs that must not be used."""
 
 
+class Seen(msgspec.Struct, kw_only=True):
+    """Records that were read before: enough to see that there is nothing to do. What is taken away is decided from records read anew."""
+
+    line: tuple[Place, ...] = ()
+    routes: dict[RouteName, Route] = {}
+    created: dict[int, float] = {}
+    """Of versions that are not on the line."""
+
+    def forget(self) -> None:
+        self.line, self.routes, self.created = (), {}, {}
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What may go, and why the rest may not."""
 
@@ -111,13 +123,23 @@ def plan_gc(contents: Contents, *, now: float, grace_s: float = GRACE_S) -> Plan
     )
 
 
-def collect(store: WeightStore, now: float, *, grace_s: float = GRACE_S, dry_run: bool = False) -> Report:
-    """Do what is due of both phases. Raises CorruptSnapshot when the line cannot be read: then nothing is taken away."""
+def collect(store: WeightStore, now: float, *, grace_s: float = GRACE_S, dry_run: bool = False, seen: Seen | None = None) -> Report:
+    """Do what is due of both phases. Raises CorruptSnapshot when the line cannot be read: then nothing is taken away.
+
+    Who collects again and again passes the same `seen`, which is kept up here, and is spared reading every record at each look.
+    """
     stones = store.tombstones()
-    contents = read_contents(store)
+    ripe = [old for old in stones if now > old.delete_after]
+    seen = seen or Seen()
+    was_seen = bool(seen.line)
+    contents = read_contents(store, seen)
     if not contents.line:
         return Report(num_waiting=len(stones), kept=("everything: nothing was published yet",), is_dry=dry_run)
     garbage = plan_gc(contents, now=now, grace_s=grace_s)
+    if was_seen and (ripe or garbage.routes or garbage.floor.version > contents.line[0].version or not _is_named(garbage, stones)):
+        seen.forget()
+        contents = read_contents(store, seen)
+        garbage = plan_gc(contents, now=now, grace_s=grace_s)
     sizes = _sizes(store, contents, garbage.packs)
     stone = _tombstone(garbage, stones, contents.leases, sizes, now=now, grace_s=grace_s)
     if not dry_run:
@@ -128,8 +150,7 @@ def collect(store: WeightStore, now: float, *, grace_s: float = GRACE_S, dry_run
         # A tag or a lease that was written before the tombstone was is still heard.
         contents = msgspec.structs.replace(contents, leases=tuple(store.leases()), tags=tuple(store.tags()))
         garbage = _both(garbage, plan_gc(contents, now=now, grace_s=grace_s))
-    ripe = [old for old in stones if now > old.delete_after]
-    named = {key for old in ripe for key in _names(old)}
+    named = _named(ripe)
     routes = [name.key for name in garbage.routes]
     packs = [key for key in garbage.packs if key in named]
     versions = [key for key in map(version_key, garbage.versions) if key in named]
@@ -147,16 +168,19 @@ def collect(store: WeightStore, now: float, *, grace_s: float = GRACE_S, dry_run
     )  # fmt: skip
 
 
-def read_contents(store: WeightStore) -> Contents:
+def read_contents(store: WeightStore, seen: Seen) -> Contents:
     """In an order that writers at work cannot confuse: what is published after the line was read counts as unfinished and stays."""
-    line = tuple(store.line())
+    line = tuple(store.line(known=seen.line))
     packs = frozenset(store.objects.list("packs/"))
     names = store.routes()
-    routes = dict(zip(names, in_order(lambda name: _route(store, name), names, workers=_READERS), strict=True))
+    routes = dict(zip(names, in_order(lambda name: seen.routes.get(name) or _route(store, name), names, workers=_READERS), strict=True))
     others = sorted(set(store.versions()) - {place.version for place in line})
-    created = in_order(lambda number: _created(store, number), others, workers=_READERS)
+    created = dict(zip(others, in_order(lambda number: _created(store, number, seen), others, workers=_READERS), strict=True))
+    # What could not be read is looked at again, and what is gone is forgotten.
+    seen.line, seen.routes = line, {name: route for name, route in routes.items() if route is not None}
+    seen.created = {number: when for number, when in created.items() if when}
     return Contents(
-        line=line, others=dict(zip(others, created, strict=True)), routes=routes, packs=packs, leases=tuple(store.leases()),
+        line=line, others=created, routes=routes, packs=packs, leases=tuple(store.leases()),
         tags=tuple(store.tags()), quarantined=frozenset(store.quarantined()),
     )  # fmt: skip
 
@@ -271,7 +295,7 @@ def _tombstone(
     garbage: Plan, stones: Sequence[Tombstone], leases: Sequence[Lease], sizes: Mapping[str, int], *, now: float, grace_s: float
 ) -> Tombstone:
     """Of the garbage that no tombstone names yet."""
-    named = {key for stone in stones for key in _names(stone)}
+    named = _named(stones)
     routes = tuple(name.key for name in garbage.routes if name.key not in named)
     versions = tuple(key for key in map(version_key, garbage.versions) if key not in named)
     packs = tuple(key for key in garbage.packs if key not in named)
@@ -280,6 +304,15 @@ def _tombstone(
         name=f"{round(now * 1000):013d}-{digest}", created=now, routes=routes, versions=versions, packs=packs,
         delete_after=max([now + grace_s, *(lease.expires for lease in leases)]), num_bytes=sum(sizes[key] for key in packs),
     )  # fmt: skip
+
+
+def _is_named(garbage: Plan, stones: Sequence[Tombstone]) -> bool:
+    """Whether all that is left to do is to wait."""
+    return {*garbage.packs, *map(version_key, garbage.versions)} <= _named(stones)
+
+
+def _named(stones: Sequence[Tombstone]) -> set[str]:
+    return {key for stone in stones for key in _names(stone)}
 
 
 def _names(stone: Tombstone) -> tuple[str, ...]:
@@ -305,9 +338,9 @@ def _route(store: WeightStore, name: RouteName) -> Route | None:
         return None
 
 
-def _created(store: WeightStore, version: int) -> float:
+def _created(store: WeightStore, version: int, seen: Seen) -> float:
     try:
-        return store.version(version).created
+        return seen.created.get(version) or store.version(version).created
     except CorruptSnapshot:
         # Nothing holds on to a version off the line whose record nobody can read.
         return 0.0

@@ -10,33 +10,40 @@ ask is decided by the network: the routes hand out the weights to anybody who ca
 from __future__ import annotations
 
 import http.client
+import logging
 import queue
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
 import msgspec
 import numpy as np
+from blake3 import blake3
 
 from rollmill.weights.encode import cell_bytes, in_order
-from rollmill.weights.errors import CorruptSnapshot, WrongBase, WrongWeights
+from rollmill.weights.errors import CorruptSnapshot, UnknownFormat, WrongBase, WrongWeights
 from rollmill.weights.live import LiveWeights
 from rollmill.weights.manifest import Version
 from rollmill.weights.proof import fingerprint_bytes
 from rollmill.weights.schema import Schema
 from rollmill.weights.shard import Held, whole
+from rollmill.weights.store import WeightStore
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from rollmill.weights.follower import Follower
 
+log = logging.getLogger(__name__)
 PIECE_BYTES = 16 << 20
 """Of one request: 15 ms at 10 Gbit/s, and few enough tries are lost when the peer moves on."""
 _IN_FLIGHT = 4
+# A joiner that three replicas could not serve is better off with the store.
+_MAX_PEERS = 3
 _READ_BYTES = 1 << 20
 _MAX_OFFER_BYTES = 64 << 20
 
@@ -88,6 +95,41 @@ def peer_app(live: LiveWeights, follower: Follower) -> Starlette:
     return Starlette(routes=[Route("/weights/version", version), Route("/weights/{version:int}/tensor", tensor)])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """How asking the other replicas went."""
+
+    is_loaded: bool
+    """False: the store has to give the weights."""
+    num_failed: int
+    """Replicas that were asked and could not give them."""
+
+
+def load_from_peers(store: WeightStore, live: LiveWeights, record: Version, schema: Schema, *, replica: str) -> Joined:
+    """Load the weights to start from out of a replica that serves them, which is nearer than any store."""
+    now = time.time()
+    try:
+        leases = store.leases()
+    except UnknownFormat as error:
+        # One replica of a newer Rollmill; the store gives the weights as well.
+        log.warning("weights: no replica can be asked for weights: %s", error)
+        return Joined(is_loaded=False, num_failed=0)
+    serving = [lease for lease in leases if lease.url and lease.version == record.version and lease.expires > now]
+    peers = [lease for lease in serving if lease.replica != replica]
+    num_failed = 0
+    # Joiners that start together begin with different peers.
+    for peer in sorted(peers, key=lambda p: blake3(f"{replica} {p.replica}".encode()).digest())[:_MAX_PEERS]:
+        try:
+            for name, data in fetch_from_peer(peer.url, record, schema, live.held()):
+                live.load(name, data)
+        except (OSError, ValueError, WrongWeights) as error:
+            num_failed += 1
+            log.warning("weights: replica %s cannot give version %d: %s", peer.replica, record.version, error)
+            continue
+        return Joined(is_loaded=True, num_failed=num_failed)
+    return Joined(is_loaded=False, num_failed=num_failed)
+
+
 def fetch_from_peer(
     url: str, record: Version, schema: Schema, held: Mapping[str, Held], *, timeout_s: float = 30.0
 ) -> Iterator[tuple[str, np.ndarray]]:
@@ -110,6 +152,11 @@ def _fetch(peer: _Peer, record: Version, schema: Schema, held: Mapping[str, Held
         raise WrongBase(f"{peer.url} does not hold all of {min(lacking)}")
     expected = record.print_of(schema).tensors
     specs = [spec for spec in schema.tensors if spec.name in held]
+    for spec in specs:
+        mine = held[spec.name].spec
+        # Before anything of its size is made: it may be made up.
+        if (spec.dtype, spec.shape) != (mine.dtype, mine.shape):
+            raise WrongBase(f"{spec.name} is {spec.dtype} {list(spec.shape)} in the store and {mine.dtype} {list(mine.shape)} here")
     pieces = [(s.name, at, min(at + PIECE_BYTES, s.num_bytes)) for s in specs for at in range(0, max(1, s.num_bytes), PIECE_BYTES)]
     with closing(in_order(lambda piece: peer.tensor(record.version, *piece), pieces, workers=_IN_FLIGHT)) as arriving:
         for spec in specs:

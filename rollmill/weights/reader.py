@@ -146,6 +146,7 @@ def each_tensor(
     hops: Sequence[OpenRoute], schema: Schema, held: Mapping[str, Held], do: Callable[[TensorWork], Result], *, workers: int
 ) -> Iterator[Result]:
     """`do` with every held tensor that the hops touch, in schema order. A thread fetches what it decodes, so that requests overlap."""
+    _refuse_made_up_sizes(hops, schema, held)
     touched: set[int] = set().union(*(hop.tensors() for hop in hops)) if hops else set()
     items = []
     for tensor in sorted(touched):
@@ -160,6 +161,19 @@ def each_tensor(
 
     threads = max(workers, _FETCHERS) if any(hop.is_ranged for hop in hops) else workers
     return in_order(fetch_and_do, items, workers=threads)
+
+
+def _refuse_made_up_sizes(hops: Sequence[OpenRoute], schema: Schema, held: Mapping[str, Held]) -> None:
+    """A full route has every cell of every tensor; one of more cells than are there must not be given memory first."""
+    if not hops or hops[0].route.base is not None:
+        return
+    for tensor, spec in enumerate(schema.tensors):
+        if spec.name not in held:
+            continue
+        num_cells, num_there = spec.num_cells(schema.chunk_elements), len({entry.cell for entry in hops[0].entries(tensor)})
+        if num_cells > num_there:
+            what = f"{spec.name} is said to have the shape {list(spec.shape)}, {spec.num_bytes} bytes in {num_cells} cells"
+            raise Damaged(hops[0].route.name.key, f"{what}; its packs hold {num_there} of them")
 
 
 def work_of(hops: Sequence[OpenRoute], tensor: int, part: Held, chunk_elements: int, *, only: Container[int] | None = None) -> TensorWork:
@@ -260,14 +274,18 @@ def materialise(
             start = None
 
 
-def replay(store: WeightStore, route: Route, record: Version | None, schema: Schema, data: dict[str, np.ndarray]) -> None:
-    """Take the bytes of a route's base (anything for a full route) through it, in place, and prove that they became the version.
+def replay(
+    store: WeightStore, route: Route, record: Version | None, schema: Schema, base: dict[str, np.ndarray] | None
+) -> dict[str, np.ndarray]:
+    """What one route makes of its base's bytes, in place (None: of nothing, by a full route), proved to be the version.
 
     Without its record only each cell is proved. Raises Damaged or WrongBase; the bytes are of no use then.
     """
-    _move([OpenRoute(store, route)], schema, all_of(schema), data, num_workers(schema.num_bytes))
+    assert (route.base is None) == (base is None)
+    data = _through([OpenRoute(store, route)], schema, all_of(schema), base, num_workers(schema.num_bytes))
     if record is not None and (wrong := _wrong(record, schema, data)):
         raise Damaged(route.name.key, wrong)
+    return data
 
 
 def _follow(
@@ -279,20 +297,26 @@ def _follow(
     workers: int,
 ) -> dict[str, np.ndarray]:
     fresh = bool(path) and path[0].base is None
-    if start is not None and not fresh:
-        data = {name: np.array(start[1][name]) for name in held}
-    else:
+    data = None if start is None or fresh else {name: np.array(start[1][name]) for name in held}
+    return _through([OpenRoute(store, route) for route in path if route.packs], schema, held, data, workers)
+
+
+def _through(
+    hops: Sequence[OpenRoute], schema: Schema, held: Mapping[str, Held], data: dict[str, np.ndarray] | None, workers: int
+) -> dict[str, np.ndarray]:
+    if data is None:
+        _refuse_made_up_sizes(hops, schema, held)
         data = {name: np.zeros(part.num_bytes, np.uint8) for name, part in held.items()}
-    _move([OpenRoute(store, route) for route in path if route.packs], schema, held, data, workers)
-    return data
+    for name, part in held.items():
+        if data[name].nbytes != part.num_bytes:
+            raise WrongBase(f"{name} has {data[name].nbytes} bytes, in the version it has {part.num_bytes}")
 
-
-def _move(hops: Sequence[OpenRoute], schema: Schema, held: Mapping[str, Held], data: Mapping[str, np.ndarray], workers: int) -> None:
     def move(work: TensorWork) -> None:
         advance(work, data[work.held.spec.name])
 
     for _ in each_tensor(hops, schema, held, move, workers=workers):
         pass
+    return data
 
 
 def _wrong(record: Version, schema: Schema, data: Mapping[str, np.ndarray]) -> str:

@@ -159,7 +159,7 @@ class _Repair:
         schema, base = self._seen.schemas.get(route.schema), None
         if schema is None or (route.base is not None and (base := self._walk.weights(route.base)) is None):
             return False
-        data = {spec.name: np.zeros(spec.num_bytes, np.uint8) if base is None else np.array(base[spec.name]) for spec in schema.tensors}
+        data = None if base is None else {spec.name: np.array(base[spec.name]) for spec in schema.tensors}
         try:
             replay(self._store, route, self._seen.versions.get(route.version), schema, data)
         except (CorruptSnapshot, UnknownFormat, WrongBase):

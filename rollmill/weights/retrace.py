@@ -82,9 +82,9 @@ class Retrace:
         schema, record = self._seen.schemas[route.schema], self._seen.versions.get(route.version)
         if base is not None and any(spec.name not in base or base[spec.name].nbytes != spec.num_bytes for spec in schema.tensors):
             return self._blame(route, Damage.ROUTE_GIVES_OTHER_WEIGHTS, route.name.key, f"the tensors of version {route.base} are others")
-        data = {spec.name: np.zeros(spec.num_bytes, np.uint8) if base is None else np.array(base[spec.name]) for spec in schema.tensors}
+        data = None if base is None else {spec.name: np.array(base[spec.name]) for spec in schema.tensors}
         try:
-            replay(self._store, route, record, schema, data)
+            return replay(self._store, route, record, schema, data)
         except Damaged as damaged:
             kind = Damage.PACK_UNDECODABLE if damaged.key.startswith("packs/") else Damage.ROUTE_GIVES_OTHER_WEIGHTS
             return self._blame(route, kind, damaged.key, damaged.reason)
@@ -92,7 +92,6 @@ class Retrace:
             return self._blame(route, Damage.OTHER_FORM, route.name.key, str(error))
         except WrongBase as error:
             return self._blame(route, Damage.ROUTE_GIVES_OTHER_WEIGHTS, route.name.key, str(error))
-        return data
 
     def _blame(self, route: Route, kind: Damage, key: str, what: str) -> Weights | None:
         self._bad.add(route.name.key)

@@ -81,6 +81,18 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def cells(self, chunk_elements: int = CHUNK_ELEMENTS) -> tuple[Cell, ...]:
         return _cells(self.matrix, self.row_cuts, self.col_cuts, chunk_elements)
 
+    def num_cells(self, chunk_elements: int = CHUNK_ELEMENTS) -> int:
+        """`len(cells())` without making them, since a shape that somebody made up may have more of them than memory."""
+        num_rows, num_cols = self.matrix
+        heights = [max(0, bottom - top) for top, bottom in itertools.pairwise([0, *self.row_cuts, num_rows])]
+        found = 0
+        for left, right in itertools.pairwise([0, *self.col_cuts, num_cols]):
+            num_whole, rest = divmod(max(0, right - left), chunk_elements)
+            # Of a run as long as a chunk each row is a cell, of a shorter one as many rows as a chunk holds.
+            found += num_whole * sum(heights)
+            found += sum(-(-height // max(1, chunk_elements // rest)) for height in heights) if rest else 0
+        return found
+
 
 class Schema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The tensor table of a snapshot. Two snapshots can be told apart by a delta only when they share one."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rollmill.weights.damage import Damage, Finding, finding
+from rollmill.weights.directory import Directory
 from rollmill.weights.encode import in_order
 from rollmill.weights.errors import CorruptSnapshot, UnknownFormat
 from rollmill.weights.manifest import (
@@ -30,7 +31,7 @@ from rollmill.weights.manifest import (
     version_in,
     version_key,
 )
-from rollmill.weights.objects import Directory, ObjectMissing
+from rollmill.weights.objects import ObjectMissing
 from rollmill.weights.schema import Schema
 from rollmill.weights.store import FLOOR, LATEST, RESERVED, WeightStore
 

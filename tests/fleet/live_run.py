@@ -15,7 +15,7 @@ from rollmill.ledger import Ledger
 from rollmill.records import EpisodeState
 
 REPO = Path(__file__).parents[2]
-ROLES = ("trainer", "engine-0", "rollout")
+ROLES = ("trainer", "engine-0", "rollout", "compactor")
 
 
 def run_file(folder: Path, **sections: dict[str, object]) -> Path:

@@ -22,10 +22,11 @@ from line_fakes import SCHEMA, MemoryObjects, publish
 
 from rollmill.weights.check import fsck, repair
 from rollmill.weights.compactor import Compactor, CostModel
+from rollmill.weights.directory import Directory
 from rollmill.weights.follower import Follower
 from rollmill.weights.gc import collect
 from rollmill.weights.live import TensorPatch
-from rollmill.weights.objects import Directory, Objects
+from rollmill.weights.objects import Objects
 from rollmill.weights.proof import Lanes
 from rollmill.weights.rollback import rollback
 from rollmill.weights.shard import Held, all_of

@@ -14,6 +14,7 @@ from line_fakes import SCHEMA, MemoryObjects, add_route, bytes_at, publish
 
 from rollmill.weights.check import Damage, Finding, fsck, repair, verify
 from rollmill.weights.compactor import Compactor, CostModel
+from rollmill.weights.directory import Directory
 from rollmill.weights.encode import commit, write_part
 from rollmill.weights.errors import CorruptSnapshot
 from rollmill.weights.gc import collect
@@ -29,7 +30,6 @@ from rollmill.weights.manifest import (
     seal,
     version_key,
 )
-from rollmill.weights.objects import Directory
 from rollmill.weights.pack import Coded, PackWriter
 from rollmill.weights.probe import identify
 from rollmill.weights.reader import materialise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import random
 import signal
@@ -22,10 +23,11 @@ from hypothesis import strategies as st
 from objects_fakes import CuttingProxy, Death, Fault, FaultyObjects, Killed
 from s3_server import S3Server, free_ports, serve_s3
 
-from rollmill.weights import objects as objects_module
+from rollmill.weights import directory as directory_module
 from rollmill.weights.bucket import Bucket, cut_reads, list_offset, plan_reads
+from rollmill.weights.directory import Directory
 from rollmill.weights.errors import CorruptSnapshot
-from rollmill.weights.objects import Directory, ObjectMissing, Objects, ReadOnly, StoreUnavailable, SwapLost, open_objects
+from rollmill.weights.objects import ObjectMissing, Objects, ReadOnly, StoreUnavailable, SwapLost, is_plain, open_objects
 
 MIB = 1 << 20
 DEADLINE_S = 60.0
@@ -330,7 +332,7 @@ def test_writers_and_deleters_of_one_folder_do_not_meet_badly(tmp_path: Path) ->
 
 WRITER = """
 import os, signal, sys
-from rollmill.weights.objects import Directory
+from rollmill.weights.directory import Directory
 def chunks():
     for index in range(100):
         yield bytes(1 << 20)
@@ -427,7 +429,7 @@ def failing_fsync(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def fsync(_: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(objects_module.os, "fsync", fsync)
+    monkeypatch.setattr(directory_module.os, "fsync", fsync)
 
 
 @pytest.mark.parametrize(
@@ -453,6 +455,30 @@ def test_a_disk_that_fails_is_explained_and_nothing_is_left(
     assert list((tmp_path / ".tmp").iterdir()) == [] and list(objects.list("")) == ["other"]
 
 
+class FullDisk(io.FileIO):
+    """A file on a disk that has room for its name and nothing else."""
+
+    def write(self, data: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_small_object_on_a_full_disk_is_explained_although_closing_its_file_fails_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = Directory(tmp_path)
+    objects.put("other", [b"x"])
+
+    def new_file(folder: Path) -> tuple[Path, io.BufferedWriter]:
+        return folder / "full", io.BufferedWriter(FullDisk(folder / "full", "x"))
+
+    monkeypatch.setattr(directory_module, "_new_file", new_file)
+    # Small enough to stay in the buffer: the disk is asked at the flush, and once more when the file is closed.
+    for write in (lambda: objects.put("packs/a", [b"x"]), lambda: objects.create("packs/a", b"x")):
+        with pytest.raises(StoreUnavailable, match=r"no space left for packs/a .*\(at least 0.1 MB needed\); free space"):
+            write()
+    assert list((tmp_path / ".tmp").iterdir()) == [] and list(objects.list("")) == ["other"]
+
+
 def test_every_new_folder_and_file_is_synced_before_put_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: set[str] = set()
     fsync = os.fsync
@@ -461,7 +487,7 @@ def test_every_new_folder_and_file_is_synced_before_put_returns(tmp_path: Path, 
         synced.add(os.path.realpath(f"/proc/self/fd/{descriptor}"))
         fsync(descriptor)
 
-    monkeypatch.setattr(objects_module.os, "fsync", recording)
+    monkeypatch.setattr(directory_module.os, "fsync", recording)
     root = tmp_path / "new" / "store"
     objects = Directory(root)
     objects.put("x/y/a", [b"1"])
@@ -570,7 +596,7 @@ def test_planned_reads_cover_every_range_in_bounded_pieces(ranges: list[tuple[in
     assert cut_reads(ranges, pieces, [data[start:stop] for start, stop in pieces]) == [data[start:stop] for start, stop in ranges]
 
 
-names = st.text("a1-./", min_size=1, max_size=6).filter(lambda name: objects_module._KEY.fullmatch(name) is not None)
+names = st.text("a1-./", min_size=1, max_size=6).filter(is_plain)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)

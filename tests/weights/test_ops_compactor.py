@@ -15,8 +15,9 @@ from objects_fakes import Death, FaultyObjects, Killed
 from ops_fakes import TENSORS, TinyRun, keys_in, run_and_die, same
 
 from rollmill.weights.compactor import Compactor, CostModel, Outcome, Wanted, due
+from rollmill.weights.directory import Directory
 from rollmill.weights.manifest import Kind, RouteName, Tombstone, pack_key, seal
-from rollmill.weights.objects import Directory, open_objects
+from rollmill.weights.objects import open_objects
 from rollmill.weights.plan import plan
 from rollmill.weights.reader import materialise
 from rollmill.weights.rollback import rollback

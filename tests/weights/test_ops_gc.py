@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,13 +17,14 @@ from objects_fakes import Death, FaultyObjects, Killed
 from ops_fakes import TENSORS, TinyRun, keys_in, run_and_die, same
 
 from rollmill.weights.compactor import Compactor, CostModel
+from rollmill.weights.directory import Directory
 from rollmill.weights.encode import write_part
 from rollmill.weights.errors import CorruptSnapshot
 from rollmill.weights.follower import Follower
-from rollmill.weights.gc import Contents, collect, plan_gc
+from rollmill.weights.gc import Contents, Seen, collect, plan_gc
 from rollmill.weights.live import HostWeights
 from rollmill.weights.manifest import Kind, Lease, PackRef, Route, RouteName, Tag, pack_key, version_key
-from rollmill.weights.objects import Directory, open_objects
+from rollmill.weights.objects import open_objects
 from rollmill.weights.plan import plan, reachable
 from rollmill.weights.reader import OpenRoute
 from rollmill.weights.rollback import rollback
@@ -481,3 +483,66 @@ def test_what_was_collected_leaves_nothing_more_to_collect(contents: Contents) -
     )  # fmt: skip
     again = plan_gc(left, now=100.0, grace_s=0.0)
     assert (again.floor, again.routes, again.versions, again.packs) == (found.floor, (), (), ())
+
+
+class Counting(Directory):
+    """Remembers which objects were read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.read: list[str] = []
+
+    def get(self, key: str) -> tuple[bytes, str]:
+        self.read.append(key)
+        return super().get(key)
+
+    def records(self) -> set[str]:
+        """Routes and versions read since the last call."""
+        found = {key for key in self.read if key.startswith(("routes/", "versions/"))}
+        self.read.clear()
+        return found
+
+
+def test_who_collects_again_and_again_reads_each_record_once_but_decides_from_what_it_reads_then(tmp_path: Path) -> None:
+    objects = Counting(tmp_path / "store")
+    store, seen = WeightStore(objects), Seen()
+    run = anchored(store, versions=6)
+    objects.read.clear()
+    assert collect(store, LATER, grace_s=GRACE_S, seen=seen).num_waiting == 0
+    assert len(objects.records()) == 12
+    run.publish(2)
+    objects.read.clear()
+    collect(store, LATER, grace_s=GRACE_S, seen=seen)
+    # What is new, and the newest of what is known, where the line is joined.
+    assert objects.records() == {
+        *(name.key for name in store.routes(after=5)), *map(version_key, (5, 6, 7)),
+    }  # fmt: skip
+
+    run.add_full(4)
+    run.add_full(6)
+    objects.read.clear()
+    assert collect(store, LATER, grace_s=GRACE_S, seen=seen).num_routes == 5
+    assert {version_key(0), version_key(7)} <= objects.records(), "there was something to take away"
+    collect(store, LATER + 1, grace_s=GRACE_S, seen=seen)
+    assert objects.records() == {*map(version_key, (0, 1, 2, 3, 7))}, "those that have just left the line"
+    assert collect(store, LATER + 2, grace_s=GRACE_S, seen=seen).num_waiting == 1
+    assert objects.records() == {version_key(7)}, "there is nothing to do but to wait"
+    report = collect(store, LATER + 2 * GRACE_S, grace_s=GRACE_S, seen=seen)
+    assert (report.num_packs, report.num_versions, report.num_waiting) == (5, 4, 0)
+    run.check(range(4, 8))
+    run.check_routes()
+
+
+def test_a_route_that_was_written_anew_is_not_collected_by_what_was_remembered_of_it(store: WeightStore) -> None:
+    run, seen = anchored(store, versions=3), Seen()
+    collect(store, LATER, grace_s=GRACE_S, seen=seen)
+    name = next(name for name in store.routes() if name.version == 2)
+    before = store.route(name)
+    (ref,) = before.packs
+    moved = msgspec.structs.replace(ref, key=ref.key.replace("-0000.pack", "-0001.pack"))
+    store.objects.put(moved.key, [store.objects.get(ref.key)[0]])
+    store.add_route(msgspec.structs.replace(before, packs=(moved,)))
+    for now in (LATER, LATER + 2 * GRACE_S):
+        collect(store, now, grace_s=GRACE_S, seen=seen)
+    assert {moved.key} <= keys_in(store.objects) and ref.key not in keys_in(store.objects)
+    run.check_routes()

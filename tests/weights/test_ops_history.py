@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from ops_fakes import TinyRun
 
 from rollmill.weights.compactor import Compactor, CostModel
+from rollmill.weights.directory import Directory
 from rollmill.weights.errors import CorruptSnapshot
 from rollmill.weights.gc import collect
 from rollmill.weights.history import _brackets, log, show
 from rollmill.weights.manifest import Kind, Lease, Tag, pack_key, version_key
-from rollmill.weights.objects import Directory, open_objects
+from rollmill.weights.objects import open_objects
 from rollmill.weights.rollback import rollback
 from rollmill.weights.store import WeightStore
 

@@ -13,12 +13,13 @@ import torch
 from objects_fakes import Death, FaultyObjects, Killed
 from ops_fakes import TENSORS, TinyRun, same
 
+from rollmill.weights.directory import Directory
 from rollmill.weights.errors import CorruptSnapshot, LatestMoved
 from rollmill.weights.follower import Follower
 from rollmill.weights.gc import collect
 from rollmill.weights.live import HostWeights
 from rollmill.weights.manifest import Kind, Tag, pack_key
-from rollmill.weights.objects import Directory, open_objects
+from rollmill.weights.objects import open_objects
 from rollmill.weights.plan import plan
 from rollmill.weights.reader import materialise
 from rollmill.weights.rollback import rollback

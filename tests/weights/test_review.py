@@ -199,7 +199,7 @@ class SlowFollower:
         self.is_staging, self.may_end, self.renewed = threading.Event(), threading.Event(), threading.Event()
 
     def stats(self) -> Any:
-        from rollmill.weights.follower import FollowerStats
+        from rollmill.weights.staged import FollowerStats
 
         return FollowerStats()
 

@@ -12,8 +12,8 @@ import torch
 from weights_fakes import ReplicaFake, same_bits, weights_at
 
 from rollmill.weights import Follower, HostWeights, Kind, Published, Publisher, PublishFailed, WeightStore, fingerprint, open_store, verify
+from rollmill.weights.directory import Directory
 from rollmill.weights.encode import code_cell, commit, works_of, write_cells
-from rollmill.weights.objects import Directory
 from rollmill.weights.reader import materialise
 from rollmill.weights.schema import make_schema
 from rollmill.weights.shard import all_of
