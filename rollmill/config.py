@@ -29,8 +29,9 @@ class RunSection(Section):
 class ModelSection(Section):
     path: Path
     """A Hugging Face safetensors directory: where training starts."""
-    numerics: Literal["exact", "fast"] = "exact"
-    """exact: a token's logprob is the same bits in engine and trainer, whatever else is in the batch; fast: what torch does."""
+    numerics: Literal["exact", "fast", "fp8", "nvfp4"] = "exact"
+    """exact: a token's logprob is the same bits in engine and trainer, whatever else is in the batch; fast: what torch does;
+    fp8, nvfp4: exact with quantised linear layers."""
 
 
 class TasksSection(Section):
@@ -112,7 +113,7 @@ class EngineSection(Section):
     """Pages of 64 tokens for keys and values; 0 = room for every slot at full length, or what memory allows."""
     swap: Literal["keep_kv", "re_prefill"] = "keep_kv"
     """What becomes of running requests' contexts when new weights arrive: kept, or computed again so that every token is exact."""
-    numerics: Literal["", "exact", "fast", "noisy"] = ""
+    numerics: Literal["", "exact", "fast", "fp8", "nvfp4", "noisy"] = ""
     """Another profile than the model's for the engine alone; noisy shows what replay and correction are worth."""
     num_threads: int = Field(1, ge=1)
 

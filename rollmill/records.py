@@ -132,6 +132,14 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
     """One line that says why."""
 
 
+class SourceSpan(msgspec.Struct, frozen=True, array_like=True):
+    """The sampled tokens within [start, end) came from this replica; context between its turns may lie in the span too."""
+
+    start: int
+    end: int
+    replica: str
+
+
 class Window(msgspec.Struct, frozen=True, kw_only=True):
     """One context window of a trace, as flat arrays of equal length T, exactly as the replica saw and sampled it.
 
@@ -150,9 +158,26 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
     """float32[T]: the sampler's logprob of each sampled token; 0 for context."""
     versions: bytes
     """int32[T]: the weight version stamped by the replica on each sampled token; -1 for context."""
+    routes: bytes = b""
+    """The experts of every token as a routing record of T rows (docs/formats/routes.md); empty when none was asked for."""
+    sources: tuple[SourceSpan, ...] = ()
+    """Who sampled, in order and without overlap; empty when not known."""
+    stale: tuple[tuple[int, int], ...] = ()
+    """[start, end) of sampled tokens whose context was in part computed by older weights: a swap that kept the replica's cache."""
 
     @classmethod
-    def of(cls, *, tokens: list[int], sampled: list[int], logprobs: list[float], versions: list[int], parent: int | None = None) -> Window:
+    def of(
+        cls,
+        *,
+        tokens: list[int],
+        sampled: list[int],
+        logprobs: list[float],
+        versions: list[int],
+        parent: int | None = None,
+        routes: bytes = b"",
+        sources: tuple[SourceSpan, ...] = (),
+        stale: tuple[tuple[int, int], ...] = (),
+    ) -> Window:
         assert len(tokens) == len(sampled) == len(logprobs) == len(versions)
         return cls(
             parent=parent,
@@ -160,6 +185,9 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
             sampled=np.asarray(sampled, "u1").tobytes(),
             logprobs=np.asarray(logprobs, "<f4").tobytes(),
             versions=np.asarray(versions, "<i4").tobytes(),
+            routes=routes,
+            sources=sources,
+            stale=stale,
         )
 
     @property
@@ -195,6 +223,10 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("a window starts with a sampled token, which nothing could have predicted")
         if mask.any() and int(self.versions_T[mask].min()) < 0:
             raise ValueError("a sampled token carries no weight version")
+        for name, spans in (("sources", [(s.start, s.end) for s in self.sources]), ("stale", self.stale)):
+            edges = [edge for span in spans for edge in span]
+            if edges and (edges != sorted(edges) or edges[0] < 0 or edges[-1] > n):
+                raise ValueError(f"a window's {name} {edges} are not spans in order within its {n} tokens")
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):

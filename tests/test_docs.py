@@ -92,7 +92,7 @@ def test_every_command_line_on_a_page_names_a_real_verb(page: Path) -> None:
 
 def test_every_metric_written_is_documented() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text()
-    kinds = "reward|staleness|timing_s|perf|weights|rollout|engine|mm|corr|pol|loss|grad"
+    kinds = "reward|staleness|timing_s|perf|weights|rollout|engine|mm|route|corr|pol|loss|grad"
     written = set(METRICS)
     for module in ("trainer/loop.py", "trainer/learn.py", "rollout/dispatcher.py"):
         written |= set(re.findall(rf'"((?:{kinds})/\w+)":', (ROOT / "rollmill" / module).read_text()))

@@ -23,6 +23,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "sandbox": ("records",),
     "tasks": ("records",),
     "engine": ("records", "ops", "model", "weights"),
+    "adapters": ("records", "weights", "model.route_record", "engine.protocol", "engine.client"),
     "gateway": ("records", "telemetry", "model.tokenizer", "model.route_record", "engine.protocol", "engine.client"),
     "harness": ("records", "gateway", "sandbox"),
     "rollout": ("records", "config", "telemetry", "gateway", "harness", "sandbox", "tasks", "ledger", "model", "engine.protocol"),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmill import records
-from rollmill.records import Boundary, RunFailure, StopReason, Trace, Window, encode
+from rollmill.records import Boundary, RunFailure, SourceSpan, StopReason, Trace, Window, encode
 
 token = st.tuples(
     st.integers(0, 2**31 - 1),
@@ -57,6 +57,32 @@ def test_window_refuses_arrays_of_different_length() -> None:
 def test_window_refuses_sampled_token_without_version() -> None:
     with pytest.raises(ValueError, match="no weight version"):
         Window.of(tokens=[1, 2], sampled=[0, 1], logprobs=[0.0, math.nan], versions=[-1, -1]).check()
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"sources": (SourceSpan(0, 3, "a"),)},
+        {"sources": (SourceSpan(1, 2, "a"), SourceSpan(0, 1, "b"))},
+        {"sources": (SourceSpan(2, 1, "a"),)},
+        {"stale": ((-1, 2),)},
+        {"stale": ((0, 2), (1, 2))},
+    ],
+)
+def test_window_refuses_spans_beyond_its_tokens_or_out_of_order(facts: dict[str, tuple]) -> None:
+    good = Window.of(
+        tokens=[1, 2], sampled=[0, 1], logprobs=[0.0, -0.5], versions=[-1, 3], sources=(SourceSpan(1, 2, "a"),), stale=((1, 2),)
+    )
+    good.check()
+    with pytest.raises(ValueError, match=f"{next(iter(facts))} .* are not spans in order within its 2 tokens"):
+        msgspec.structs.replace(good, **facts).check()
+
+
+def test_trace_written_before_there_were_routes_still_opens() -> None:
+    old = msgspec.to_builtins(Window.of(tokens=[1, 2], sampled=[0, 1], logprobs=[0.0, -0.5], versions=[-1, 3]), builtin_types=(bytes,))
+    new = {k: v for k, v in old.items() if k not in ("routes", "sources", "stale")}
+    window = msgspec.msgpack.decode(msgspec.msgpack.encode(new), type=Window)
+    assert (window.routes, window.sources, window.stale) == (b"", (), ()) and window.num_tokens == 2
 
 
 def test_failure_names_its_boundary() -> None:

@@ -80,6 +80,7 @@ class Engine:
         step_tokens: int = 1024,
         num_pages: int | None = None,
         swap_mode: SwapMode = SwapMode.KEEP_KV,
+        replica: str = "",
         num_threads: int | None = None,
         post: Callable[[Posted], None] | None = None,
         on_failed: Callable[[], None] | None = None,
@@ -100,7 +101,7 @@ class Engine:
                 raise ValueError(f"{name} is {value}, it must be at least {least}")
         self.model, self.config, self.metrics = model, config, Metrics()
         self._num_threads, self._post, self._on_failed = num_threads, post or deliver, on_failed
-        self.swap_mode = SwapMode(swap_mode)
+        self.swap_mode, self.replica = SwapMode(swap_mode), replica
         longest = -(-self.max_len // PAGE)
         num_pages = pages_that_fit(model, most=num_slots * longest) if num_pages is None else num_pages
         if num_pages < longest:
@@ -163,7 +164,7 @@ class Engine:
     def generate(self, request: GenerateRequest) -> Future[GenerateReply]:
         """Queue a request and get its reply later."""
         future: Future[GenerateReply] = Future()
-        self.submit(request, lambda seq, update: future.set_result(reply_of(seq)))
+        self.submit(request, lambda seq, update: future.set_result(reply_of(seq, self.replica)))
         return future
 
     def score(self, request: ScoreRequest) -> Future[ScoreReply]:
@@ -430,8 +431,8 @@ def deliver(batch: Posted) -> None:
         seq.on_update(seq, update)
 
 
-def reply_of(seq: Sequence) -> GenerateReply:
-    """The reply of a finished sequence."""
+def reply_of(seq: Sequence, replica: str = "") -> GenerateReply:
+    """The reply of a finished sequence, sampled by `replica`."""
     assert seq.finish_reason is not None, "the request still runs"
     return GenerateReply(
         token_ids=seq.tokens[seq.num_prompt :],
@@ -441,6 +442,7 @@ def reply_of(seq: Sequence) -> GenerateReply:
         seed=seq.seed,
         num_reused=seq.num_reused,
         stale_from=seq.stale_from,
+        replica=replica,
         routes=seq.routes,
         timing=Timing(
             queue_s=(seq.admitted_at or seq.finished_at) - seq.arrived_at,

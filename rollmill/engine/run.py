@@ -117,6 +117,7 @@ async def run_engine(
             step_tokens=step_tokens,
             num_pages=num_pages,
             swap_mode=swap_mode,
+            replica=replica,
             num_threads=num_threads,
             post=post,
             on_failed=leave,

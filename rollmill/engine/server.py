@@ -34,7 +34,7 @@ async def generate(http: Request) -> Response:
     async def finish() -> GenerateReply:
         async for _ in calls:
             pass
-        return reply_of(calls.seqs[0])
+        return reply_of(calls.seqs[0], service.engine.replica)
 
     return _native(kind, await while_connected(http, calls, finish()))
 

@@ -12,6 +12,8 @@ import time
 import zlib
 from collections.abc import Callable
 
+import msgspec
+
 from rollmill.engine.client import EngineClient, EngineRejected, EngineUnavailable, VersionUnmet
 from rollmill.engine.protocol import GenerateReply, GenerateRequest, Pressure
 from rollmill.gateway.session import Session
@@ -25,8 +27,9 @@ RETRY_S = 0.2
 class Gateway:
     """Owns the connections. `replicas` names the base URLs that are in rotation now; it may change at any time."""
 
-    def __init__(self, tokenizer: Tokenizer, replicas: Callable[[], list[str]], waits: Waits) -> None:
-        self.tokenizer, self._replicas, self._waits = tokenizer, replicas, waits
+    def __init__(self, tokenizer: Tokenizer, replicas: Callable[[], list[str]], waits: Waits, *, wants_routes: bool = False) -> None:
+        """`wants_routes`: sessions ask for the experts of every token, which a trainer that replays them needs."""
+        self.tokenizer, self._replicas, self._waits, self.wants_routes = tokenizer, replicas, waits, wants_routes
         self._clients: dict[str, EngineClient] = {}
         self.num_retries = 0
 
@@ -47,9 +50,11 @@ class Gateway:
                 pause_s, last = RETRY_S, last if urls else "no replica is in rotation"
                 if urls:
                     # The session key decides first, so that a conversation finds its cache; a failure moves on by one.
-                    client = self._client(urls[(home + attempt) % len(urls)])
+                    url = urls[(home + attempt) % len(urls)]
                     try:
-                        return await asyncio.wait_for(client.generate(request), left_s)
+                        reply = await asyncio.wait_for(self._client(url).generate(request), left_s)
+                        # A replica that gives no name of its own goes by its address.
+                        return reply if reply.replica else msgspec.structs.replace(reply, replica=url.rpartition("//")[2])
                     except TimeoutError:
                         last = "the replica did not answer in time"
                     except VersionUnmet as error:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from blake3 import blake3
 
-from rollmill.engine.protocol import FinishReason, GenerateRequest
-from rollmill.records import Boundary, RunFailure, Window
+from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest
+from rollmill.model.route_record import RouteRecord
+from rollmill.records import Boundary, RunFailure, SourceSpan, Window
 
 if TYPE_CHECKING:
     from rollmill.gateway.gateway import Gateway
@@ -47,6 +48,10 @@ class Session:
         self._sampled: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        self._sources: list[SourceSpan] = []
+        self._stale: list[tuple[int, int]] = []
+        self._routes: list[RouteRecord] = []
+        self._num_routed = 0
         self._num_turns = 0
         self._oldest: int | None = None
 
@@ -86,12 +91,14 @@ class Session:
             stop_ids=sorted(tokenizer.stop_ids),
             session=self._key,
             min_version=self._min_version,
+            routes_from=self._num_routed if self._gateway.wants_routes else None,
         )
         answer = await self._gateway.generate(request, deadline=deadline)
         if answer.finish_reason in (FinishReason.CANCELLED, FinishReason.ERROR, FinishReason.DEADLINE) or not answer.token_ids:
             raise RunFailure(Boundary.MODEL, f"the replica ended the turn with {answer.finish_reason} after {len(answer.token_ids)} tokens")
         ids = answer.token_ids
         self._extend(ids, [1] * len(ids), answer.logprobs_T.tolist(), answer.versions_T.tolist())
+        self._keep_evidence(answer)
         self._num_turns += 1
         oldest = min(span.version for span in answer.spans)
         self._oldest = oldest if self._oldest is None else min(self._oldest, oldest)
@@ -102,7 +109,46 @@ class Session:
 
     def window(self) -> Window:
         """The context so far, with the evidence."""
-        return Window.of(tokens=self._tokens, sampled=self._sampled, logprobs=self._logprobs, versions=self._versions)
+        return Window.of(
+            tokens=self._tokens,
+            sampled=self._sampled,
+            logprobs=self._logprobs,
+            versions=self._versions,
+            routes=self._route_bytes(),
+            sources=tuple(self._sources),
+            stale=tuple(self._stale),
+        )
+
+    def _route_bytes(self) -> bytes:
+        """One row per token. The last sampled token was never computed, nor was context that no call followed."""
+        if not self._routes:
+            return b""
+        tail = RouteRecord.missing(self._routes[0].shape, self.num_tokens - self._num_routed)
+        return RouteRecord.join([*self._routes, tail]).to_bytes()
+
+    def _keep_evidence(self, answer: GenerateReply) -> None:
+        """Who sampled this turn and on what, and the experts of what the call computed and the record does not have yet."""
+        start, end = self.num_tokens - len(answer.token_ids), self.num_tokens
+        if answer.stale_from is not None:
+            self._stale.append((start + answer.stale_from, end))
+        if self._sources and self._sources[-1].replica == answer.replica:
+            start = self._sources.pop().start
+        if answer.replica:
+            self._sources.append(SourceSpan(start, end, answer.replica))
+        if not answer.routes or not self._gateway.wants_routes:
+            # A replica that keeps no routes: the next call asks for these tokens again.
+            return
+        try:
+            record = RouteRecord.from_bytes(answer.routes)
+        except ValueError as error:
+            raise RunFailure(Boundary.MODEL, f"replica {answer.replica} sent routes that cannot be used: {error}") from error
+        if self._routes and record.shape != self._routes[0].shape:
+            raise RunFailure(Boundary.MODEL, f"replica {answer.replica} sent routes of another model: {record.shape}")
+        if record.num_tokens != end - 1 - self._num_routed:
+            asked = f"the {end - 1 - self._num_routed} tokens from {self._num_routed} on"
+            raise RunFailure(Boundary.MODEL, f"replica {answer.replica} sent routes of {record.num_tokens} tokens, asked for {asked}")
+        self._routes.append(record)
+        self._num_routed = end - 1
 
     def _extend(self, tokens: list[int], sampled: list[int], logprobs: list[float], versions: list[int]) -> None:
         self._tokens += tokens

@@ -28,7 +28,7 @@ async def run_rollout(
     """One rollout process, from start or from wherever the ledger says an earlier one stopped."""
     family, r = open_family(config.tasks.family), config.rollout
     sandboxes = open_backend(r.sandbox)
-    gateway = Gateway(Tokenizer(config.model.path), replicas, waits)
+    gateway = Gateway(Tokenizer(config.model.path), replicas, waits, wants_routes=config.trainer.router_replay != "off")
     limits = limits_of(config)
     runner = EpisodeRunner(family, gateway, sandboxes, limits, waits)
     kinds, levels, seed = config.tasks.kinds, config.tasks.levels, config.run.seed

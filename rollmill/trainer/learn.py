@@ -95,10 +95,8 @@ class Learner:
     def _evidence(self, windows: list[Window], logprobs_N: torch.Tensor, version: int) -> TokenScores:
         """What the sampler said of the same tokens, and where they come from."""
         masks = [w.sampled_T != 0 for w in windows]
-        versions = [w.versions_T[m] for w, m in zip(windows, masks, strict=True)]
-        # Only when every sampled token of a window came from exactly these weights must both sides agree.
-        is_single = np.array([bool((v == version).all()) for v in versions])
-        sequence = np.repeat(np.arange(len(windows)), [len(v) for v in versions])
+        lag = version - np.concatenate([w.versions_T[m] for w, m in zip(windows, masks, strict=True)]).astype(np.int64)
+        is_single = [_is_single(w, version, is_replayed=self._route_shape is not None)[m] for w, m in zip(windows, masks, strict=True)]
 
         def there(x: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(x)).to(logprobs_N.device)
@@ -106,11 +104,11 @@ class Learner:
         return TokenScores(
             logprobs_N=logprobs_N,
             sampler_N=there(np.concatenate([w.logprobs_T[m] for w, m in zip(windows, masks, strict=True)])),
-            sequence_N=there(sequence),
+            sequence_N=there(np.repeat(np.arange(len(windows)), [int(m.sum()) for m in masks])),
             position_N=there(np.concatenate([np.flatnonzero(m) for m in masks])),
-            lag_N=there(np.maximum(version - np.concatenate(versions).astype(np.int64), 0)),
+            lag_N=there(np.maximum(lag, 0)),
             source_N=there(np.concatenate([self._source_of(w)[m] for w, m in zip(windows, masks, strict=True)])),
-            is_single_N=there(is_single[sequence]),
+            is_single_N=there(np.concatenate(is_single)),
         )
 
     def _source_of(self, window: Window) -> np.ndarray:
@@ -118,6 +116,18 @@ class Learner:
         for span in window.sources:
             source_T[span.start : span.end] = self._sources.setdefault(span.replica, len(self._sources))
         return source_T
+
+
+def _is_single(window: Window, version: int, *, is_replayed: bool) -> np.ndarray:
+    """Sampled tokens for which trainer and replica compute the same thing, so that only numerics can differ.
+
+    A turn's context is computed by the weights of the turn, or was cached by the same ones, whatever earlier turns came from. But the
+    routes of a token are kept from when it was first computed, so where they are replayed earlier turns must be of this version too.
+    """
+    is_single_T = window.versions_T == version
+    for start, end in window.stale:
+        is_single_T[start:end] = False
+    return np.logical_and.accumulate(is_single_T | (window.sampled_T == 0)) if is_replayed else is_single_T
 
 
 class _Gauge:

@@ -52,7 +52,8 @@ class TrainerLoop:
             tokens_per_microbatch=t.tokens_per_microbatch,
             router_replay=t.router_replay,
         )
-        self._alarms = AlarmBoard(is_exact=model.ops.is_exact)
+        is_exact = model.ops.is_exact and config.engine.numerics in ("", config.model.numerics)
+        self._alarms = AlarmBoard(is_exact=is_exact)
         self._route_shape = route_shape(model.config) if model.config.moe else None
         self._pacing = Pacing.from_staleness(config.max_staleness, t.groups_per_batch, config.run.mode)
         # In sync mode a committed step is what tells rollouts that the barrier is open.

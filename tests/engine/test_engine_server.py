@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollmill.engine.client import EngineClient, EngineRejected, EngineUnavailable, VersionUnmet
-from rollmill.engine.protocol import MSGPACK, FinishReason, GenerateReply, GenerateRequest, Health
+from rollmill.engine.protocol import MSGPACK, FinishReason, GenerateReply, GenerateRequest, Health, ScoreReply, ScoreRequest
 from rollmill.engine.run import run_engine
 from rollmill.weights import Publisher, open_store
 
@@ -55,7 +55,24 @@ def test_native_client_gets_exact_logprobs_and_versions(server: Server) -> None:
     model = tiny_model()
     for reply in replies:
         assert len(reply.token_ids) == 12 and reply.versions_T.tolist() == [0] * 12
-        np.testing.assert_allclose(reply.logprobs_T, packed_logprobs(model, [1, 2, 3], reply.token_ids).numpy(), atol=1e-4)
+        assert np.array_equal(reply.logprobs_T, packed_logprobs(model, [1, 2, 3], reply.token_ids).numpy())
+
+
+def test_score_gives_the_bits_that_were_sampled_in_either_encoding(server: Server) -> None:
+    async def both() -> tuple[GenerateReply, ScoreReply]:
+        async with EngineClient(server.url) as client:
+            reply = await client.generate(ask(temperature=0.8))
+            tokens = [1, 2, 3, *reply.token_ids]
+            return reply, await client.score(ScoreRequest(token_ids=tokens, start=3, temperature=0.8, exact_version=0))
+
+    reply, scored = asyncio.run(both())
+    assert scored.logprobs == reply.logprobs and (scored.version, scored.start) == (0, 3)
+    body = {"token_ids": [1, 2, 3, *reply.token_ids], "start": 3, "temperature": 0.8}
+    assert base64.b64decode(httpx.post(server.url + "/v1/score", json=body).json()["logprobs"]) == reply.logprobs
+    for odd, why in (({"start": 0}, "start is 0"), ({"token_ids": [5]}, "start is 1 of 1 tokens"), ({"token_ids": [5, 999]}, "999")):
+        refused = httpx.post(server.url + "/v1/score", json={**body, "start": 1, **odd})
+        assert refused.status_code == 400 and why in refused.text
+    assert httpx.post(server.url + "/v1/score", json={**body, "exact_version": 3}).status_code == 409
 
 
 def test_json_and_msgpack_carry_the_same_bits(server: Server) -> None:
@@ -193,7 +210,7 @@ def test_a_sampled_tool_call_becomes_tool_calls_whole_and_streamed(tmp_path: Pat
     assert untold.finish_reason == "stop" and "<tool_call>" in untold.message.content, "without tools the text stays as it is"
 
 
-PATHS = ["/v1/generate", "/v1/chat/completions", "/v1/completions"]
+PATHS = ["/v1/generate", "/v1/score", "/v1/chat/completions", "/v1/completions"]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -262,6 +279,8 @@ def test_arbitrary_json_never_gives_a_500(server: Server, path: str, data: st.Da
     valid = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "prompt": "a"}
     if path == "/v1/generate":
         valid = {"prompt_ids": [1], "max_tokens": 2}
+    elif path == "/v1/score":
+        valid = {"token_ids": [1, 2]}
     odd = data.draw(st.dictionaries(st.sampled_from(known_fields), json_values, min_size=1, max_size=2))
     body = {**valid, **odd}
     if isinstance(body.get("max_tokens"), int) and body["max_tokens"] > 50:

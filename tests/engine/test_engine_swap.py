@@ -12,7 +12,7 @@ import torch
 from engine_worlds import DEADLINE_S, packed_logprobs, running, tiny_model, wait_until
 
 from rollmill.engine.engine import Engine, EnginePhase, NotServing
-from rollmill.engine.protocol import FinishReason, GenerateRequest
+from rollmill.engine.protocol import FinishReason, GenerateRequest, ScoreRequest, SwapMode
 from rollmill.engine.swap import WeightWatch, follower_of
 from rollmill.model import Model
 from rollmill.weights import Publisher, fingerprint, open_store
@@ -79,10 +79,11 @@ def test_nothing_is_served_before_the_first_verified_weights(trainer: Trainer) -
         reply = engine.generate(ask()).result(DEADLINE_S)
         assert engine.health().fingerprint == fingerprint(source.serving_tensors()).total
     assert set(reply.versions_T.tolist()) == {version}
-    np.testing.assert_allclose(reply.logprobs_T, packed_logprobs(source, ask().prompt_ids, reply.token_ids).numpy(), atol=1e-4)
+    assert np.array_equal(reply.logprobs_T, packed_logprobs(source, ask().prompt_ids, reply.token_ids).numpy())
 
 
-def test_tokens_around_a_swap_carry_the_version_that_sampled_them(trainer: Trainer) -> None:
+@pytest.mark.parametrize("mode", list(SwapMode))
+def test_tokens_around_a_swap_carry_the_version_that_sampled_them(trainer: Trainer, mode: SwapMode) -> None:
     model = tiny_model(0)
     first = trainer.publish(model.serving_tensors())
     news, finished, held = threading.Event(), threading.Event(), threading.Event()
@@ -95,7 +96,7 @@ def test_tokens_around_a_swap_carry_the_version_that_sampled_them(trainer: Train
         if update.finished:
             finished.set()
 
-    with Following(trainer, model) as engine:
+    with Following(trainer, model, swap_mode=mode) as engine:
         wait_until(lambda: engine.phase is EnginePhase.SERVING, "the engine serves")
         seq = engine.submit(ask(max_tokens=40), hear, streams=True)
         assert news.wait(DEADLINE_S)
@@ -107,10 +108,42 @@ def test_tokens_around_a_swap_carry_the_version_that_sampled_them(trainer: Train
     old, new = tiny_model(0), tiny_model(0)
     new.load_serving(trainer.weights[second])
     tokens = seq.tokens[seq.num_prompt :]
-    expected = packed_logprobs(old, ask().prompt_ids, tokens).numpy()
-    np.testing.assert_allclose(seq.logprobs[:10], expected[:10], atol=1e-4)
-    # After the swap the kept cache makes it neither pure old nor pure new; it must at least not be the old model's.
-    assert np.abs(np.array(seq.logprobs[10:]) - expected[10:]).max() > 1e-3
+    by_old, by_new = (packed_logprobs(m, ask().prompt_ids, tokens).numpy() for m in (old, new))
+    sampled = np.array(seq.logprobs, np.float32)
+    assert np.array_equal(sampled[:10], by_old[:10])
+    if mode is SwapMode.RE_PREFILL:
+        assert np.array_equal(sampled[10:], by_new[10:]) and seq.stale_from is None
+    else:
+        # The kept cache makes it neither pure old nor pure new, and the reply says from where on.
+        assert not np.array_equal(sampled[10:], by_new[10:]) and np.abs(sampled[10:] - by_old[10:]).max() > 1e-3
+        assert seq.stale_from == 10
+
+
+@pytest.mark.parametrize("mode", list(SwapMode))
+def test_what_is_scored_across_a_swap_comes_from_one_version(trainer: Trainer, mode: SwapMode) -> None:
+    model, tokens = tiny_model(0), [i % 200 for i in range(200)]
+    trainer.publish(model.serving_tensors())
+    with Following(trainer, model, swap_mode=mode, step_tokens=16) as engine:
+        wait_until(lambda: engine.phase is EnginePhase.SERVING, "the engine serves")
+        compute, gate, reached = engine._forward.compute, threading.Event(), threading.Event()
+
+        def slow(step):
+            if step.chunks[0].start >= 96:
+                reached.set()
+                assert gate.wait(DEADLINE_S)
+            return compute(step)
+
+        engine._forward.compute = slow
+        scored = engine.score(ScoreRequest(token_ids=tokens, start=20))
+        assert reached.wait(DEADLINE_S), "half of it is computed"
+        second = trainer.publish(nudged(model, 1))
+        wait_until(lambda: engine._pending is not None, "the swap is offered")
+        gate.set()
+        reply = scored.result(DEADLINE_S)
+    new = tiny_model(0)
+    new.load_serving(trainer.weights[second])
+    assert reply.version == second
+    assert np.array_equal(reply.logprobs_T, packed_logprobs(new, tokens[:20], tokens[20:]).numpy())
 
 
 def test_no_request_is_lost_and_every_token_is_stamped_over_fifty_swaps_under_load(trainer: Trainer) -> None:
@@ -198,15 +231,16 @@ def test_a_cache_made_by_older_weights_is_not_reused(trainer: Trainer) -> None:
     trainer.publish(model.serving_tensors())
     with Following(trainer, model) as engine:
         wait_until(lambda: engine.phase is EnginePhase.SERVING, "the engine serves")
-        first = engine.generate(ask(session="s")).result(DEADLINE_S)
+        first = engine.generate(ask(prompt_ids=[*range(90)])).result(DEADLINE_S)
         version = trainer.publish(nudged(model, 4))
         wait_until(lambda: engine.version == version, "the new version is served")
-        prompt = ask().prompt_ids + first.token_ids + [7]
-        second = engine.generate(ask(prompt_ids=prompt, session="s")).result(DEADLINE_S)
+        prompt = [*range(90), *first.token_ids, 7]
+        second = engine.generate(ask(prompt_ids=prompt)).result(DEADLINE_S)
+        third = engine.generate(ask(prompt_ids=prompt)).result(DEADLINE_S)
         fresh = tiny_model(0)
         fresh.load_serving(trainer.weights[version])
-    assert second.num_reused == 0
-    np.testing.assert_allclose(second.logprobs_T, packed_logprobs(fresh, prompt, second.token_ids).numpy(), atol=1e-4)
+    assert (second.num_reused, third.num_reused) == (0, 128)
+    assert np.array_equal(second.logprobs_T, packed_logprobs(fresh, prompt, second.token_ids).numpy())
 
 
 def test_a_swap_ends_requests_that_asked_for_an_exact_version(trainer: Trainer) -> None:

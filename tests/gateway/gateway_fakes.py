@@ -18,7 +18,16 @@ TOKENIZER = Tokenizer(DEMO)
 TIMING = Timing(queue_s=0.0, first_token_s=0.0, total_s=0.0)
 
 
-def answer(ids: list[int], *, logprobs: list[float], versions: list[int], finish: FinishReason) -> GenerateReply:
+def answer(
+    ids: list[int],
+    *,
+    logprobs: list[float],
+    versions: list[int],
+    finish: FinishReason,
+    replica: str = "fake",
+    routes: bytes = b"",
+    stale_from: int | None = None,
+) -> GenerateReply:
     return GenerateReply(
         token_ids=ids,
         logprobs=np.asarray(logprobs, "<f4").tobytes(),
@@ -26,6 +35,9 @@ def answer(ids: list[int], *, logprobs: list[float], versions: list[int], finish
         finish_reason=finish,
         seed=0,
         num_reused=0,
+        replica=replica,
+        stale_from=stale_from,
+        routes=routes,
         timing=TIMING,
     )
 

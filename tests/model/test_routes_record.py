@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmill.model import route_record
-from rollmill.model.route_record import BLOCK, HEADER, IDS, RANKS, RouteRecord, RouteShape, _counts, _ladders
+from rollmill.model.route_record import BLOCK, HEADER, IDS, RANKS, RouteRecord, RouteShape, _counts, _Ladder, _ladders
 
 QWEN = RouteShape(num_layers=48, layers=tuple(range(48)), num_experts=128, top_k=8)
 KIMI = RouteShape(num_layers=61, layers=tuple(range(1, 61)), num_experts=384, top_k=8)
@@ -100,6 +100,14 @@ def test_ranks_beside_every_count_lead_to_the_right_expert(num_experts: int, top
         rising = counts.tolist()
         wanted = [bisect_right(rising, r) - 1 for r in ranks]
         assert found.tolist() == wanted and taken.tolist() == counts[wanted].tolist()
+
+
+def test_rank_that_rounds_up_to_the_next_count_stays_below_it() -> None:
+    """2^60 - 1 is 2^60 as a float64."""
+    below = np.array([2**60 - 1], np.uint64)
+    assert _Ladder(np.array([0, 1, 2**60], np.uint64), 2**60 + 1)(below)[0].tolist() == [1]
+    # Nor may it fall off the table where the limit itself lies just below a power of two.
+    assert _Ladder(np.array([0, 1], np.uint64), 2**60 - 5)(below - np.uint64(5))[0].tolist() == [1]
 
 
 def test_a_token_of_48_layers_with_8_of_128_experts_takes_246_bytes() -> None:

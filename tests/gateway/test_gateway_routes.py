@@ -1,0 +1,176 @@
+"""A session carries routes and the names of replicas: asked for once per token, kept in order, missing where nothing was computed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from gateway_fakes import TOKENIZER, FakeEngine, FakeGateway, answer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest
+from rollmill.gateway import Session
+from rollmill.model.route_record import RouteRecord, RouteShape
+from rollmill.records import Boundary, RunFailure, SourceSpan
+
+BIG = 1 << 20
+SHAPE = RouteShape(num_layers=3, layers=(1, 2), num_experts=16, top_k=2)
+END = TOKENIZER.encode("<|im_end|>")[0]
+
+
+def experts_of(tokens: list[int], start: int) -> np.ndarray:
+    """A model whose experts are a function of token and position, so that a row in the wrong place shows."""
+    ids = np.full((len(tokens) - start, 3, 2), -1, np.int16)
+    for row, position in enumerate(range(start, len(tokens))):
+        for layer in SHAPE.layers:
+            first = (7 * tokens[position] + 3 * position + layer) % 15
+            ids[row, layer] = (first, 15)
+    return ids
+
+
+class RoutingEngine(FakeEngine):
+    """Records experts as a replica does; `quiet` turns have none, and `spoil` may break what it sends."""
+
+    def __init__(self, seed: int = 0, *, quiet: tuple[int, ...] = (), spoil: Callable[[bytes], bytes] = lambda routes: routes) -> None:
+        super().__init__(random.Random(seed), self._speak)
+        self._quiet, self._spoil = quiet, spoil
+
+    def _speak(self, request: GenerateRequest) -> GenerateReply:
+        ids = [*self._rng.choices(range(40, 400), k=self._rng.randint(0, 4)), END]
+        routes = b""
+        if request.routes_from is not None and len(self.requests) - 1 not in self._quiet:
+            grown = [*request.prompt_ids, *ids]
+            record = RouteRecord.of(experts_of(grown, request.routes_from)[:-1], SHAPE)
+            routes = self._spoil(record.to_bytes())
+        return answer(ids, logprobs=[-0.5] * len(ids), versions=[1] * len(ids), finish=FinishReason.STOP, routes=routes)
+
+
+def talk(session: Session, num_turns: int) -> None:
+    async def go() -> None:
+        for k in range(num_turns):
+            said = [{"role": "tool" if k else "user", "content": f"message {k} " * (k + 1)}]
+            await session.reply(said, max_tokens=9, max_context=BIG, deadline=time.monotonic() + 60.0)
+
+    asyncio.run(go())
+
+
+def session_of(gateway: FakeGateway, *, wants_routes: bool = True) -> Session:
+    gateway.wants_routes = wants_routes
+    return gateway.open_session("g000001.0.0", seed=3, temperature=1.0)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32), st.integers(1, 5))
+def test_every_computed_token_has_its_row_and_is_asked_for_once(seed: int, num_turns: int) -> None:
+    engine = RoutingEngine(seed)
+    session = session_of(FakeGateway({"http://a": engine}))
+    talk(session, num_turns)
+    window = session.window()
+    window.check()
+    record = RouteRecord.from_bytes(window.routes)
+    assert (record.shape, record.num_tokens) == (SHAPE, window.num_tokens)
+    wanted = experts_of(window.tokens_T.tolist(), 0)
+    wanted[-1] = -1
+    assert (record.ids_TLK() == wanted).all()
+    # Each call starts where the record ended: at the last token of the turn before, which was sampled and not computed.
+    ends = [len(p) + len(s.token_ids) - 1 for p, s in zip(engine.prompts, engine.said, strict=True)]
+    assert [r.routes_from for r in engine.requests] == [0, *ends[:-1]]
+
+
+def test_run_without_replay_neither_asks_for_routes_nor_keeps_them() -> None:
+    engine = RoutingEngine()
+    session = session_of(FakeGateway({"http://a": engine}), wants_routes=False)
+    talk(session, 2)
+    assert [r.routes_from for r in engine.requests] == [None, None] and session.window().routes == b""
+
+
+def test_turn_without_routes_is_asked_for_again_and_else_missing() -> None:
+    engine = RoutingEngine(quiet=(0,))
+    session = session_of(FakeGateway({"http://a": engine}))
+    talk(session, 2)
+    assert [r.routes_from for r in engine.requests] == [0, 0]
+    assert (RouteRecord.from_bytes(session.window().routes).ids_TLK()[:-1] == experts_of(session.window().tokens_T.tolist(), 0)[:-1]).all()
+
+    session = session_of(FakeGateway({"http://a": RoutingEngine(quiet=(1, 2))}))
+    talk(session, 1)
+    known = session.num_tokens - 1
+    talk(session, 1)
+    ids = RouteRecord.from_bytes(session.window().routes).ids_TLK()
+    assert len(ids) == session.num_tokens and (ids[known:] == -1).all() and (ids[:known, 1:] >= 0).all()
+
+    session = session_of(FakeGateway({"http://a": RoutingEngine(quiet=(0, 1))}))
+    talk(session, 2)
+    assert session.window().routes == b""
+
+
+def another_model(routes: bytes) -> bytes:
+    other = RouteShape(num_layers=3, layers=(1, 2), num_experts=32, top_k=2)
+    return RouteRecord.missing(other, RouteRecord.from_bytes(routes).num_tokens).to_bytes()
+
+
+def doubled(routes: bytes) -> bytes:
+    record = RouteRecord.from_bytes(routes)
+    return RouteRecord.join([record, record]).to_bytes()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda routes: routes[:-1], "cannot be used"),
+        (lambda routes: b"not a record at all", "cannot be used"),
+        (doubled, r"routes of \d+ tokens, asked for the \d+ tokens from 0 on"),
+    ],
+)
+def test_routes_that_do_not_fit_are_a_failure_of_the_model(spoil: Callable[[bytes], bytes], why: str) -> None:
+    session = session_of(FakeGateway({"http://a": RoutingEngine(spoil=spoil)}))
+    with pytest.raises(RunFailure, match=why) as caught:
+        talk(session, 1)
+    assert caught.value.boundary is Boundary.MODEL
+
+
+def test_routes_of_another_model_in_a_later_turn_are_a_failure_of_the_model() -> None:
+    turns = iter([lambda routes: routes, another_model])
+    session = session_of(FakeGateway({"http://a": RoutingEngine(spoil=lambda routes: next(turns)(routes))}))
+    with pytest.raises(RunFailure, match="routes of another model"):
+        talk(session, 2)
+
+
+def test_window_says_which_tokens_were_sampled_on_an_older_context() -> None:
+    stale = iter([None, 1, None, 0])
+
+    def speak(request: GenerateRequest) -> GenerateReply:
+        return answer([50, END], logprobs=[-0.1] * 2, versions=[1] * 2, finish=FinishReason.STOP, stale_from=next(stale))
+
+    engine = FakeEngine(random.Random(0), speak)
+    session = FakeGateway({"http://a": engine}).open_session("k", seed=0, temperature=1.0)
+    talk(session, 4)
+    window = session.window()
+    window.check()
+    starts = [len(p) for p in engine.prompts]
+    assert window.stale == ((starts[1] + 1, starts[1] + 2), (starts[3], starts[3] + 2))
+
+
+def test_window_names_the_replicas_that_sampled() -> None:
+    names = iter(["east", "east", "west", "", "west"])
+
+    def speak(request: GenerateRequest) -> GenerateReply:
+        return answer([50, END], logprobs=[-0.1] * 2, versions=[1] * 2, finish=FinishReason.STOP, replica=next(names))
+
+    engine = FakeEngine(random.Random(0), speak)
+    session = FakeGateway({"http://10.0.0.7:8000": engine}).open_session("k", seed=0, temperature=1.0)
+    talk(session, 5)
+    window = session.window()
+    window.check()
+    ends = [len(p) + 2 for p in engine.prompts]
+    # A nameless replica goes by its address.
+    assert window.sources == (
+        SourceSpan(ends[0] - 2, ends[1], "east"),
+        SourceSpan(ends[2] - 2, ends[2], "west"),
+        SourceSpan(ends[3] - 2, ends[3], "10.0.0.7:8000"),
+        SourceSpan(ends[4] - 2, ends[4], "west"),
+    )
