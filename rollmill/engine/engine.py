@@ -34,7 +34,8 @@ from rollmill.engine.protocol import (
 from rollmill.engine.room import pages_that_fit
 from rollmill.engine.scheduler import QueueFull, Scheduler, Sequence, SequenceState, Step, Update
 from rollmill.model import Model, ModelConfig
-from rollmill.model.route_record import RouteRecord, RouteShape
+from rollmill.model.route_record import RouteRecord
+from rollmill.model.routes import route_shape
 from rollmill.ops import PAGE
 from rollmill.weights import Fingerprint, WrongBase, WrongWeights, fingerprint
 
@@ -328,12 +329,10 @@ class Engine:
         return Update(token_ids=seq.tokens[seq.num_prompt + start :], logprobs=seq.logprobs[start:], finished=finished)
 
     def _record_routes(self, seq: Sequence) -> None:
-        moe, start = self.config.moe, seq.request.routes_from
-        if moe is None or start is None or seq.holding is None:
+        start = seq.request.routes_from
+        if start is None or seq.holding is None:
             return
-        sparse = tuple(layer for layer in range(self.config.num_layers) if self.config.is_sparse(layer))
-        shape = RouteShape(num_layers=self.config.num_layers, layers=sparse, num_experts=moe.num_experts, top_k=moe.top_k)
-        seq.routes = RouteRecord.of(self._forward.routes(seq, start), shape).to_bytes()
+        seq.routes = RouteRecord.of(self._forward.routes(seq, start), route_shape(self.config)).to_bytes()
 
     def _finish(self, ended: list[tuple[Sequence, FinishReason]], updates: Posted | None = None) -> None:
         """End sequences; their last updates join `updates`, or are posted at once when none is given."""

@@ -27,8 +27,9 @@ class MLP(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(2 * config.intermediate_size, config.hidden_size))
         self.down = nn.Parameter(torch.empty(config.hidden_size, config.intermediate_size))
 
-    def forward(self, x_TD: torch.Tensor, call: Pass) -> torch.Tensor:
-        return feed_forward(call.ops, call.ops.rms_norm(x_TD, self.norm, self.config.norm_eps), self.gate_up, self.down)
+    def forward(self, h_TD: torch.Tensor, call: Pass) -> torch.Tensor:
+        """Of normed hidden states."""
+        return feed_forward(call.ops, h_TD, self.gate_up, self.down)
 
     def named_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
         gate, up = self.gate_up.chunk(2)

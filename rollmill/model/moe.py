@@ -20,10 +20,10 @@ from rollmill.ops import Ops
 
 
 class MoE(nn.Module):
-    def __init__(self, config: MoEConfig, *, hidden_size: int, norm_eps: float, names: MoENames, layer: int) -> None:
+    def __init__(self, config: MoEConfig, *, hidden_size: int, names: MoENames, layer: int) -> None:
         super().__init__()
         c = config
-        self.config, self.names, self.norm_eps, self.layer = config, names, norm_eps, layer
+        self.config, self.names, self.layer = config, names, layer
         self.norm = nn.Parameter(torch.ones(hidden_size))
         self.router = SigmoidRouter(c, hidden_size) if c.is_sigmoid else SoftmaxRouter(c, hidden_size)
         self.gate_up = nn.Parameter(torch.empty(c.num_experts, 2 * c.expert_size, hidden_size))
@@ -32,8 +32,9 @@ class MoE(nn.Module):
             self.shared_gate_up = nn.Parameter(torch.empty(2 * c.num_shared * c.expert_size, hidden_size))
             self.shared_down = nn.Parameter(torch.empty(hidden_size, c.num_shared * c.expert_size))
 
-    def forward(self, x_TD: torch.Tensor, call: Pass) -> torch.Tensor:
-        return self.mix(call.ops.rms_norm(x_TD, self.norm, self.norm_eps), call.ops, call.routes)
+    def forward(self, h_TD: torch.Tensor, call: Pass) -> torch.Tensor:
+        """Of normed hidden states."""
+        return self.mix(h_TD, call.ops, call.routes)
 
     def mix(self, h_TD: torch.Tensor, ops: Ops, routes: Routes | None) -> torch.Tensor:
         ids_TK, gates_TK = self.router(h_TD, self.layer, ops, routes)

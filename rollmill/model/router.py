@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rollmill.model.config import MoEConfig
-from rollmill.model.routes import Routes, top_ids
+from rollmill.model.routes import Routes
 from rollmill.ops import Ops
 
 
@@ -34,7 +34,7 @@ class SoftmaxRouter(nn.Module):
     def forward(self, h_TD: torch.Tensor, layer: int, ops: Ops, routes: Routes | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(ascending expert ids, their weights), both [T, K]."""
         scores_TX = ops.linear_fp32(h_TD, self.weight).softmax(-1)
-        ids_TK = top_ids(scores_TX.detach(), self.config.top_k)
+        ids_TK = ops.top_ids(scores_TX.detach(), self.config.top_k)
         if routes is not None:
             ids_TK = routes(layer, ids_TK, scores_TX.detach())
         gates_TK = scores_TX.gather(1, ids_TK)
@@ -58,8 +58,8 @@ class SigmoidRouter(nn.Module):
         """(ascending expert ids, their weights), both [T, K]."""
         c = self.config
         scores_TX = ops.linear_fp32(h_TD, self.weight).sigmoid()
-        choice_TX = self._open(scores_TX.detach() + self.bias.float())
-        ids_TK = top_ids(choice_TX, c.top_k)
+        choice_TX = self._open(scores_TX.detach() + self.bias.float(), ops)
+        ids_TK = ops.top_ids(choice_TX, c.top_k)
         if routes is not None:
             ids_TK = routes(layer, ids_TK, choice_TX)
         gates_TK = scores_TX.gather(1, ids_TK)
@@ -67,13 +67,13 @@ class SigmoidRouter(nn.Module):
             gates_TK = gates_TK / (ordered_sum(gates_TK) + 1e-20)
         return ids_TK, gates_TK * c.scale
 
-    def _open(self, choice_TX: torch.Tensor) -> torch.Tensor:
+    def _open(self, choice_TX: torch.Tensor, ops: Ops) -> torch.Tensor:
         """Scores with every expert outside the best groups ruled out; a group is as good as its two best experts."""
         c = self.config
         if c.num_groups == 1:
             return choice_TX
         choice_TGx = choice_TX.view(len(choice_TX), c.num_groups, -1)
-        groups = top_ids(choice_TGx.topk(2, -1).values.sum(-1), c.top_groups)
+        groups = ops.top_ids(choice_TGx.topk(2, -1).values.sum(-1), c.top_groups)
         is_open_TG = torch.zeros(choice_TGx.shape[:2], dtype=torch.bool, device=choice_TX.device).scatter_(1, groups, True)
         return choice_TGx.masked_fill(~is_open_TG[..., None], float("-inf")).flatten(1)
 

@@ -13,6 +13,7 @@ import torch
 
 from rollmill.model.config import ModelConfig
 from rollmill.model.route_record import RouteShape
+from rollmill.ops.torch_ops import top_ids
 
 DELTA = 0.1
 LOGIT_NOISE = 0.05
@@ -31,11 +32,6 @@ def route_shape(config: ModelConfig) -> RouteShape:
         raise ValueError(f"a {config.family} model without experts has no routes to record or replay")
     layers = tuple(i for i in range(config.num_layers) if config.is_sparse(i))
     return RouteShape(num_layers=config.num_layers, layers=layers, num_experts=config.moe.num_experts, top_k=config.moe.top_k)
-
-
-def top_ids(scores_TX: torch.Tensor, k: int) -> torch.Tensor:
-    """The k best, ascending by id. A stable sort, since `topk` leaves it open which of two equal scores wins."""
-    return scores_TX.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
 
 
 class RecordedRoutes:

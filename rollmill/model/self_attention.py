@@ -34,9 +34,9 @@ class SelfAttention(nn.Module):
             self.q_norm = nn.Parameter(torch.ones(c.head_dim * (c.num_heads if is_whole else 1)))
             self.k_norm = nn.Parameter(torch.ones(c.head_dim * (c.num_kv_heads if is_whole else 1)))
 
-    def forward(self, x_TD: torch.Tensor, call: Pass) -> torch.Tensor:
+    def forward(self, h_TD: torch.Tensor, call: Pass) -> torch.Tensor:
+        """Of normed hidden states."""
         c, ops = self.config, call.ops
-        h_TD = ops.rms_norm(x_TD, self.norm, c.norm_eps)
         qkv_TNE = ops.linear(h_TD, self.qkv, self.qkv_bias).view(-1, self.num_fused, c.head_dim)
         qk_TNE, v_TKE = qkv_TNE.split([c.num_heads + c.num_kv_heads, c.num_kv_heads], 1)
         if self.qk_norm is not QKNorm.NONE:

@@ -30,13 +30,19 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
-        self.index = index
+        self.index, self.norm_eps = index, config.norm_eps
         self.attn = SelfAttention(config, index)
         self.mlp: MLP | MoE = _sparse(config, index) if config.is_sparse(index) else MLP(config)
 
-    def forward(self, x_TD: torch.Tensor, call: Pass) -> torch.Tensor:
-        x_TD = x_TD + self.attn.forward(x_TD, call)
-        return x_TD + self.mlp.forward(x_TD, call)
+    def forward(self, x_TD: torch.Tensor, add_TD: torch.Tensor | None, call: Pass) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stream, and what is still to be added to it: the next norm adds it in the same pass over memory."""
+        ops, eps = call.ops, self.norm_eps
+        if add_TD is None:
+            h_TD = ops.rms_norm(x_TD, self.attn.norm, eps)
+        else:
+            h_TD, x_TD = ops.add_rms_norm(add_TD, x_TD, self.attn.norm, eps)
+        h_TD, x_TD = ops.add_rms_norm(self.attn.forward(h_TD, call), x_TD, self.mlp.norm, eps)
+        return x_TD, self.mlp.forward(h_TD, call)
 
     def named_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
         for block in (self.attn, self.mlp):
@@ -47,7 +53,7 @@ class Layer(nn.Module):
 def _sparse(config: ModelConfig, index: int) -> MoE:
     names = config.traits.moe
     assert config.moe and names, "only a family with experts has sparse layers"
-    return MoE(config.moe, hidden_size=config.hidden_size, norm_eps=config.norm_eps, names=names, layer=index)
+    return MoE(config.moe, hidden_size=config.hidden_size, names=names, layer=index)
 
 
 class Model(nn.Module):
@@ -85,9 +91,14 @@ class Model(nn.Module):
         x_TD = nn.functional.embedding(tokens_T, self.embed)
         call = Pass(self.ops, self.cos[positions_T], self.sin[positions_T], attention, routes)
         is_recomputed = self.recompute_layers and torch.is_grad_enabled()
+        add_TD: torch.Tensor | None = None
         for layer in self.layers:
-            x_TD = checkpoint(layer.forward, x_TD, call, use_reentrant=False) if is_recomputed else layer.forward(x_TD, call)
-        return self.ops.rms_norm(x_TD, self.norm, self.config.norm_eps)
+            if is_recomputed:
+                x_TD, add_TD = checkpoint(layer.forward, x_TD, add_TD, call, use_reentrant=False)
+            else:
+                x_TD, add_TD = layer.forward(x_TD, add_TD, call)
+        assert add_TD is not None, "a decoder has at least one layer"
+        return self.ops.add_rms_norm(add_TD, x_TD, self.norm, self.config.norm_eps)[0]
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         return self.ops.linear_fp32(hidden_ND, self.embed if self.head is None else self.head)

@@ -15,7 +15,7 @@ import torch
 from rollmill.model import Model, PackedAttention, PagedAttention
 from rollmill.ops import PAGE, Ops, Pages, Spans
 
-_TRACED = ("rms_norm", "linear", "linear_fp32", "rotate", "swiglu", "experts", "attend_packed")
+_TRACED = ("rms_norm", "add_rms_norm", "linear", "linear_fp32", "rotate", "swiglu", "experts", "attend_packed")
 
 
 class Trace:
@@ -55,11 +55,12 @@ class TracedOps:
         op = getattr(self._inner, name)
         return self._noted(name, op) if name in _TRACED else op
 
-    def _noted(self, name: str, op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def _noted(self, name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
             out = op(*args, **kwargs)
             used = [self._name_of[a.data_ptr()] for a in args if isinstance(a, torch.Tensor) and a.data_ptr() in self._name_of]
-            self.note(name if name != "attend_packed" else "attend", out, used[0] if used else None)
+            first = out[0] if isinstance(out, tuple) else out
+            self.note(name if name != "attend_packed" else "attend", first, used[0] if used else None)
             return out
 
         return run

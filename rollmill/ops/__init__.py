@@ -8,7 +8,7 @@ from rollmill.ops.base import PAGE, Ops, Pages, Spans, tempered
 from rollmill.ops.cpu.exact import CpuOps
 from rollmill.ops.cpu.strict import ask_for_strict
 from rollmill.ops.noisy import NoisyOps
-from rollmill.ops.quantised import QUANTISED, QuantisedOps
+from rollmill.ops.quantised import QUANTISED, NativeLinear, QuantisedOps
 from rollmill.ops.torch_ops import TorchOps
 
 __all__ = ["PAGE", "PROFILES", "CpuOps", "Ops", "Pages", "QuantisedOps", "Spans", "TorchOps", "ops_for", "tempered"]
@@ -24,8 +24,7 @@ def ops_for(profile: str, device: torch.device | str) -> Ops:
     if profile == "fast":
         return TorchOps(device)
     if profile in QUANTISED:
-        exact = ops_for("exact", device)
-        return QuantisedOps(profile, exact, native=getattr(exact, "linear_fp8", None) if profile == "fp8" else None)
+        return QuantisedOps(profile, ops_for("exact", device), native=_native(profile, device))
     if profile == "noisy":
         return NoisyOps(device)
     if profile != "exact":
@@ -37,3 +36,12 @@ def ops_for(profile: str, device: torch.device | str) -> Ops:
 
         return CudaOps(device)
     raise ValueError(f"the exact profile runs on cpu and cuda, not on {device.type!r}; choose the numerics profile 'fast'")
+
+
+def _native(profile: str, device: torch.device) -> NativeLinear | None:
+    """The device's own product of quantised operands: e4m3 from compute capability 8.9 on; everything else is emulated."""
+    if profile == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+        from rollmill.ops.cuda.fp8 import linear_fp8
+
+        return linear_fp8
+    return None

@@ -14,8 +14,8 @@ _EXPONENT, _MANTISSA = 0x7F800000, 0x7FFFFF
 _E4M3 = (3, -6)
 _E2M1 = (1, 0)
 """Bits after the leading one, exponent of the least normal number."""
-_E4M3_TOP = 464.0
-"""The largest number that rounds to 448, the end of e4m3."""
+_E4M3_TOP, _E4M3_TOP_SIXFOLD = (int(torch.tensor(n * 464.0).view(torch.int32)) for n in (1, 6))
+"""Bits of the largest number that rounds to 448, the end of e4m3, and of six times that."""
 _E4M3_NORMAL, _E4M3_MAX = 2.0**-6, 448.0
 _LEAST_EXPONENT = -100
 """Of a scale, so that no value here is a subnormal float32."""
@@ -41,7 +41,7 @@ def nvfp4_rows(x_TD: torch.Tensor) -> torch.Tensor:
     """
     blocks_TBC = _blocks(x_TD, FP4_COLUMNS)
     largest_TB1 = blocks_TBC.abs().amax(-1, keepdim=True)
-    token_T11 = _pow2(_exponent(largest_TB1.amax(1, keepdim=True), 6 * _E4M3_TOP))
+    token_T11 = _pow2(_exponent(largest_TB1.amax(1, keepdim=True), _E4M3_TOP_SIXFOLD))
     # A tensor, never the number 6: a GPU would multiply by its reciprocal, which rounds otherwise.
     sixth_TB1 = largest_TB1 / token_T11 / torch.full((), 6.0, device=x_TD.device)
     scale_TB1 = _rounded(sixth_TB1, *_E4M3).clamp_(_E4M3_NORMAL, _E4M3_MAX) * token_T11
@@ -59,11 +59,10 @@ def _whole(blocks_TBC: torch.Tensor, like_TD: torch.Tensor) -> torch.Tensor:
     return blocks_TBC.flatten(1)[:, : like_TD.shape[1]].to(like_TD.dtype)
 
 
-def _exponent(largest: torch.Tensor, limit: float) -> torch.Tensor:
-    """The least e (int32) with largest / 2^e <= limit, read off the bits."""
+def _exponent(largest: torch.Tensor, limit: int) -> torch.Tensor:
+    """The least e (int32) with largest / 2^e <= limit, which comes as its bits; read off the bits."""
     bits = largest.view(torch.int32)
-    border = int(torch.tensor(limit).view(torch.int32))
-    exponent = (bits >> 23) - (border >> 23) + ((bits & _MANTISSA) > (border & _MANTISSA))
+    exponent = (bits >> 23) - (limit >> 23) + ((bits & _MANTISSA) > (limit & _MANTISSA))
     return exponent.clamp_(min=_LEAST_EXPONENT)
 
 
@@ -74,8 +73,8 @@ def _pow2(exponent: torch.Tensor) -> torch.Tensor:
 def _rounded(y: torch.Tensor, bits: int, least: torch.Tensor | int) -> torch.Tensor:
     """To `bits` bits after the leading one, or for magnitudes under 2^least to the step that numbers have there; -0 becomes 0.
 
-    1.5 * 2^(e + 23 - bits) added to a number of exponent e leaves a sum whose last bit is the step wanted. Where that would be too large for
-    a float32 it is NaN, and so is the result: only a model that has diverged computes such numbers.
+    1.5 * 2^(e + 23 - bits) added to a number of exponent e leaves a sum whose last bit is the step wanted. Where that would be too large
+    for a float32 it is NaN, and so is the result: only a model that has diverged computes such numbers.
     """
     rise = 23 - bits
     floor, cap = (least + 127) << 23, (255 - rise) << 23

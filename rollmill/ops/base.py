@@ -109,6 +109,12 @@ class Ops(Protocol):
 
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor: ...
 
+    def add_rms_norm(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rms_norm(x + residual), x + residual)."""
+        ...
+
     def linear(self, x_TD: torch.Tensor, weight_ND: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor: ...
 
     def linear_fp32(self, x_TD: torch.Tensor, weight_ND: torch.Tensor) -> torch.Tensor:
@@ -119,6 +125,10 @@ class Ops(Protocol):
 
     def swiglu(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
         """silu(first half) * second half."""
+        ...
+
+    def top_ids(self, scores_TX: torch.Tensor, k: int) -> torch.Tensor:
+        """The k best of each row, ties to the lower id, ascending by id; int64[T, k], without gradient."""
         ...
 
     def experts(

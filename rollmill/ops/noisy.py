@@ -23,6 +23,12 @@ class NoisyOps(TorchOps):
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
         return _rounded(super().rms_norm(x_TD, weight_D, eps))
 
+    def add_rms_norm(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        sum_TD = _rounded(x_TD + residual_TD)
+        return self.rms_norm(sum_TD, weight_D, eps), sum_TD
+
     def linear(self, x_TD: torch.Tensor, weight_ND: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
         """Two partial sums, cut where the number of rows says, each rounded before they are added."""
         width = x_TD.shape[1]

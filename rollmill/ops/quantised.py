@@ -141,6 +141,14 @@ class QuantisedOps:
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
         return self._below.rms_norm(x_TD, weight_D, eps)
 
+    def add_rms_norm(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._below.add_rms_norm(x_TD, residual_TD, weight_D, eps)
+
+    def top_ids(self, scores_TX: torch.Tensor, k: int) -> torch.Tensor:
+        return self._below.top_ids(scores_TX, k)
+
     def linear_fp32(self, x_TD: torch.Tensor, weight_ND: torch.Tensor) -> torch.Tensor:
         return self._below.linear_fp32(x_TD, weight_ND)
 

@@ -24,6 +24,12 @@ class TorchOps:
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
 
+    def add_rms_norm(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        sum_TD = x_TD + residual_TD
+        return self.rms_norm(sum_TD, weight_D, eps), sum_TD
+
     def linear(self, x_TD: torch.Tensor, weight_ND: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(x_TD, weight_ND, bias_N)
 
@@ -37,6 +43,9 @@ class TorchOps:
     def swiglu(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up_T2F.chunk(2, -1)
         return F.silu(gate) * up
+
+    def top_ids(self, scores_TX: torch.Tensor, k: int) -> torch.Tensor:
+        return top_ids(scores_TX, k)
 
     def experts(
         self, h_TD: torch.Tensor, ids_TK: torch.Tensor, gates_TK: torch.Tensor, gate_up_X2FD: torch.Tensor, down_XDF: torch.Tensor
@@ -74,6 +83,11 @@ class TorchOps:
 
     def refresh(self) -> None:
         return
+
+
+def top_ids(scores_TX: torch.Tensor, k: int) -> torch.Tensor:
+    """The k best, ascending by id. A stable sort, since `topk` leaves it open which of two equal scores wins."""
+    return scores_TX.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
 
 
 def combine(y_TKD: torch.Tensor, gates_TK: torch.Tensor) -> torch.Tensor:

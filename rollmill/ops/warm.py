@@ -14,6 +14,7 @@ def warm() -> None:
     x = torch.randn(2, 2, 8)
     with torch.inference_mode():
         ops.rms_norm(x.flatten(1), torch.ones(16), 1e-5)
+        ops.add_rms_norm(x.flatten(1), x.flatten(1), torch.ones(16), 1e-5)
         ops.swiglu(x.flatten(1))
         q = ops.rotate(x, torch.ones(2, 1, 8), torch.zeros(2, 1, 8))
         pages = ops.new_pages(1, num_layers=1, num_kv_heads=2, head_dim=8, dtype=torch.float32)

@@ -22,9 +22,8 @@ from rollmill.model import CheckpointError, ForcedRoutes, Model, ModelConfig, Mo
 from rollmill.model.checkpoint import _serving_parts
 from rollmill.model.families import MoENames
 from rollmill.model.moe import MoE
-from rollmill.model.router import top_ids
 from rollmill.ops import CpuOps
-from rollmill.ops.torch_ops import combine
+from rollmill.ops.torch_ops import combine, top_ids
 
 EXPERTS = MoEConfig(num_experts=8, top_k=3, expert_size=16, norm_topk=True)
 OPS = CpuOps()
@@ -235,7 +234,7 @@ def test_deepseek_router_and_shared_experts_equal_the_references(name: str) -> N
         scale=float(raw["routed_scaling_factor"]),
         num_shared=int(raw["n_shared_experts"]),
     )
-    mine = MoE(config, hidden_size=32, norm_eps=1e-6, names=MoENames(), layer=0)
+    mine = MoE(config, hidden_size=32, names=MoENames(), layer=0)
     live = dict(mine.named_slices())
     shape = sparse()
     stored = dict(part for key, value in peer.state_dict().items() for part in _serving_parts(f"layer.mlp.{key}", value, shape))

@@ -60,6 +60,11 @@ class CpuOps(TorchOps):
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
         return _rowwise().rms_norm(x_TD, weight_D, eps)
 
+    def add_rms_norm(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return _rowwise().add_rms_norm(x_TD, residual_TD, weight_D, eps)
+
     def rotate(self, x_THE: torch.Tensor, cos_T1E: torch.Tensor, sin_T1E: torch.Tensor) -> torch.Tensor:
         return _rowwise().rotate(x_THE, cos_T1E, sin_T1E)
 

@@ -172,25 +172,40 @@ def swiglu_rows(gate_up_T2F, out_TF, first, last):  # type: ignore[no-untyped-de
 
 
 @nb.njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy", boundscheck=False)
-def rms_norm_rows(x_TD, weight_D, eps, out_TD, first, last):  # type: ignore[no-untyped-def]
-    """Rows [first, last) over their root mean square, times the weight; squares are added in fixed lanes."""
-    dim = x_TD.shape[1]
+def rms_norm_row(row, weight_D, eps, out, lane):  # type: ignore[no-untyped-def]
+    """One row over its root mean square, times the weight; squares are added in fixed lanes."""
+    dim = len(row)
     whole = dim // LANES * LANES
+    lane[:] = ZERO
+    for d in range(0, whole, LANES):
+        for i in range(LANES):
+            lane[i] += row[d + i] * row[d + i]
+    total = ZERO
+    for i in range(LANES):
+        total += lane[i]
+    for d in range(whole, dim):
+        total += row[d] * row[d]
+    factor = ONE / np.sqrt(total / np.float32(dim) + eps)
+    for d in range(dim):
+        out[d] = row[d] * factor * weight_D[d]
+
+
+@nb.njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy", boundscheck=False)
+def rms_norm_rows(x_TD, weight_D, eps, out_TD, first, last):  # type: ignore[no-untyped-def]
     lane = np.empty(LANES, np.float32)
     for t in range(first, last):
-        row, out = x_TD[t], out_TD[t]
-        lane[:] = ZERO
-        for d in range(0, whole, LANES):
-            for i in range(LANES):
-                lane[i] += row[d + i] * row[d + i]
-        total = ZERO
-        for i in range(LANES):
-            total += lane[i]
-        for d in range(whole, dim):
-            total += row[d] * row[d]
-        factor = ONE / np.sqrt(total / np.float32(dim) + eps)
-        for d in range(dim):
-            out[d] = row[d] * factor * weight_D[d]
+        rms_norm_row(x_TD[t], weight_D, eps, out_TD[t], lane)
+
+
+@nb.njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy", boundscheck=False)
+def add_rms_norm_rows(x_TD, residual_TD, weight_D, eps, sum_TD, out_TD, first, last):  # type: ignore[no-untyped-def]
+    """The sum of two rows, and its norm, while it is still in the cache."""
+    lane = np.empty(LANES, np.float32)
+    for t in range(first, last):
+        x, residual, total = x_TD[t], residual_TD[t], sum_TD[t]
+        for d in range(len(x)):
+            total[d] = x[d] + residual[d]
+        rms_norm_row(total, weight_D, eps, out_TD[t], lane)
 
 
 @nb.njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy", boundscheck=False)

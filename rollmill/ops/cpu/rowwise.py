@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollmill.ops.cpu.kernels import rms_norm_rows, rotate_rows, swiglu_rows
+from rollmill.ops.cpu.kernels import add_rms_norm_rows, rms_norm_rows, rotate_rows, swiglu_rows
 from rollmill.ops.cpu.threads import share_rows
 
 # Operations for one element: an exponential, a division and two products.
@@ -49,6 +49,16 @@ class RmsNorm(torch.autograd.Function):
         normed, by_normed = x * factor, grads[0] * weight
         by_x = factor * (by_normed - normed * (by_normed * normed).mean(-1, keepdim=True))
         return by_x, (grads[0] * normed).reshape(-1, weight.numel()).sum(0), None
+
+
+def add_rms_norm(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    if torch.is_grad_enabled() and (x_TD.requires_grad or residual_TD.requires_grad or weight_D.requires_grad):
+        sum_TD = x_TD + residual_TD
+        return rms_norm(sum_TD, weight_D, eps), sum_TD
+    x, residual = _array(x_TD), _array(residual_TD)
+    total, out = np.empty_like(x), np.empty_like(x)
+    share_rows(add_rms_norm_rows, x, residual, _array(weight_D), np.float32(eps), total, out, num_rows=len(x), work=5 * x.size)
+    return torch.from_numpy(out).to(x_TD.dtype), torch.from_numpy(total).to(x_TD.dtype)
 
 
 def rotate(x_THE: torch.Tensor, cos_T1E: torch.Tensor, sin_T1E: torch.Tensor) -> torch.Tensor:
