@@ -107,7 +107,7 @@ class Engine:
         num_pages = pages_that_fit(model, most=num_slots * longest) if num_pages is None else num_pages
         if num_pages < longest:
             raise ValueError(f"{num_pages} pages of {PAGE} tokens cannot hold one context of {self.max_len}; give more, or lower max_len")
-        self._forward = Forward(model, num_pages=num_pages)
+        self._forward = Forward(model, num_pages=num_pages, max_len=self.max_len)
         self.scheduler = Scheduler(PageBook(num_pages), num_slots=num_slots, max_waiting=max_waiting, step_tokens=step_tokens)
         self._keys = itertools.count()
         self._by_key: dict[int, Sequence] = {}
@@ -384,7 +384,7 @@ class Engine:
         for seq in [*self.scheduler.running, *self.scheduler.waiting]:
             seq.stamp(self.version)
             seq.is_clean = seq.state is SequenceState.WAITING
-        self.model.ops.refresh()
+        self._forward.weights_changed()
         self.scheduler.book.forget()
         self.scheduler.restart(only_scores=self.swap_mode is SwapMode.KEEP_KV)
         self.version, self.fingerprint, self.note = version, live.total, ""

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from rollmill.engine.sampling import Lanes, sample
+from rollmill.engine.fixed import BUCKETS, FixedStep
+from rollmill.engine.sampling import Lanes, keyed_uniform, sample, to_host
 from rollmill.engine.scheduler import Chunk, Sequence, Step
 from rollmill.model import Model, PagedAttention, RecordedRoutes
 from rollmill.ops import PAGE, Pages, Spans, tempered
@@ -28,14 +29,21 @@ class Sampled(NamedTuple):
     logprobs: list[float]
 
 
+def _positions(seqs: list[Sequence]) -> np.ndarray:
+    return np.array([len(s.tokens) for s in seqs], np.int64)
+
+
 class Forward:
     """A model and its pages; for a model with experts also, slot by slot, which of them each token took."""
 
-    def __init__(self, model: Model, *, num_pages: int) -> None:
+    def __init__(self, model: Model, *, num_pages: int, max_len: int, is_fixed: bool | None = None) -> None:
+        """`is_fixed`: decode over fixed buffers; by default on a GPU, where they are replayed as graphs."""
         c = model.config
-        self.model, self.num_pages = model, num_pages
+        self.model, self.num_pages, self.max_len = model, num_pages, max_len
+        self._is_fixed = model.embed.is_cuda if is_fixed is None else is_fixed
+        # The last page is nobody's: the padding of fixed steps writes there.
         self.pages: Pages = model.ops.new_pages(
-            num_pages, num_layers=c.num_layers, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=model.embed.dtype
+            num_pages + self._is_fixed, num_layers=c.num_layers, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=model.embed.dtype
         )
         self._routes_SLK: np.ndarray | None = None
         if c.moe:
@@ -43,10 +51,19 @@ class Forward:
             self._routes_SLK = np.full((num_pages * PAGE, c.num_layers, c.moe.top_k), -1, np.int16)
         self._lanes_for: list[Sequence] = []
         self._lanes: Lanes | None = None
+        self._steps: dict[int, FixedStep] = {}
+
+    def weights_changed(self) -> None:
+        """New weights are in place. Graphs go on reading them where they lie, unless the profile keeps copies of its own."""
+        self.model.ops.refresh()
+        if self.model.numerics not in ("exact", "fast"):
+            self._steps.clear()
 
     @torch.inference_mode()
     def compute(self, step: Step) -> Sampled:
         """Run the step. Scored logprobs go straight to their sequences."""
+        if self._is_fixed and step.num_decode == len(step.chunks) <= BUCKETS[-1] and all(c.seq.score_from is None for c in step.chunks):
+            return self._decode(step.chunks)
         hidden_TD = self._hidden(step.chunks)
         seqs: list[Sequence] = []
         rows: list[int] = []
@@ -61,9 +78,32 @@ class Forward:
         if not seqs:
             return Sampled([], [], [])
         hidden_ND = hidden_TD if len(rows) == len(hidden_TD) else hidden_TD[torch.tensor(rows, device=hidden_TD.device)]
-        positions_N = np.array([len(s.tokens) for s in seqs], np.int64)
-        ids, logprobs = sample(self.model.ops, self.model.logits(hidden_ND), self._lanes_of(seqs), positions_N)
+        logits_NV, lanes = self.model.logits(hidden_ND), self._lanes_of(seqs)
+        ids, logprobs = sample(self.model.ops, tempered(logits_NV, lanes.temperature_N), lanes, _positions(seqs))
         return Sampled(seqs, ids, logprobs)
+
+    def _decode(self, chunks: list[Chunk]) -> Sampled:
+        seqs = [c.seq for c in chunks]
+        num_rows = next(b for b in BUCKETS if b >= len(seqs))
+        fixed = self._steps.get(num_rows)
+        if fixed is None:
+            fixed = FixedStep(self.model, self.pages, num_rows=num_rows, max_len=self.max_len, spare_page=self.num_pages)
+            self._steps[num_rows] = fixed
+        lanes, held = self._lanes_of(seqs), [s.holding.pages for s in seqs if s.holding is not None]
+        fixed.fill(
+            [s.tokens[-1] for s in seqs],
+            [c.start for c in chunks],
+            held,
+            temperature_N=lanes.temperature_N,
+            uniform_N=keyed_uniform(lanes.seed_N, _positions(seqs)),
+        )
+        out = fixed.run()
+        if self._routes_SLK is not None and out.routes_BLK is not None:
+            slots_N = [pages[c.start // PAGE] * PAGE + c.start % PAGE for pages, c in zip(held, chunks, strict=True)]
+            self._routes_SLK[slots_N] = out.routes_BLK[: len(seqs)].cpu().numpy()
+        if lanes.is_cut:
+            return Sampled(seqs, *sample(self.model.ops, out.logits_BV[: len(seqs)], lanes, _positions(seqs)))
+        return Sampled(seqs, *to_host(out.ids_B[: len(seqs)], out.logprobs_B[: len(seqs)]))
 
     def _hidden(self, chunks: list[Chunk]) -> torch.Tensor:
         device = self.model.embed.device

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import torch
 
-from rollmill.ops import Ops, tempered
+from rollmill.ops import Ops
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
@@ -55,13 +55,12 @@ def _keep_mask(logits_NV: torch.Tensor, top_p_N: torch.Tensor, top_k_N: torch.Te
 
 
 def sample(ops: Ops, logits_NV: torch.Tensor, lanes: Lanes, position_N: np.ndarray) -> tuple[list[int], list[float]]:
-    """Token and logprob per row, with one transfer to the host.
+    """Token and logprob per row of logits that are divided by the temperature already, with one transfer to the host.
 
-    The logprob is the float32 log-softmax of logits / temperature, before top_p and top_k; at temperature 0 that of the plain logits.
+    The logprob is their float32 log-softmax, before top_p and top_k; at temperature 0 that of the plain logits.
     A row whose logits are not numbers gives logprob nan.
     """
     device, greedy_N = logits_NV.device, lanes.temperature_N == 0
-    logits_NV = tempered(logits_NV, lanes.temperature_N)
     if greedy_N.all():
         picked_N = logits_NV.argmax(-1)
     else:
@@ -73,6 +72,10 @@ def sample(ops: Ops, logits_NV: torch.Tensor, lanes: Lanes, position_N: np.ndarr
         if greedy_N.any():
             picked_N = torch.where(torch.from_numpy(greedy_N).to(device), logits_NV.argmax(-1), picked_N)
     logprob_N, _ = ops.score(logits_NV, picked_N)
-    # Both fit float64 exactly (ids below 2**53), so one transfer carries them.
-    ids, logprobs = torch.stack((picked_N.double(), logprob_N.double())).tolist()
+    return to_host(picked_N, logprob_N)
+
+
+def to_host(ids_N: torch.Tensor, logprobs_N: torch.Tensor) -> tuple[list[int], list[float]]:
+    """One transfer: both fit float64 exactly (ids below 2**53)."""
+    ids, logprobs = torch.stack((ids_N.double(), logprobs_N.double())).tolist()
     return [int(i) for i in ids], logprobs

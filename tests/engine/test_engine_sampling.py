@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmill.engine.sampling import Lanes, keyed_uniform, sample
-from rollmill.ops import CpuOps
+from rollmill.ops import CpuOps, tempered
 
 
 def draw(
@@ -21,7 +21,7 @@ def draw(
         top_k_N=np.full(n, top_k, np.int64),
         seed_N=np.array(seeds if seeds is not None else range(n), np.int64),
     )
-    return sample(CpuOps(), logits, lanes, np.full(n, position, np.int64))
+    return sample(CpuOps(), tempered(logits, temperature), lanes, np.full(n, position, np.int64))
 
 
 def test_frequencies_follow_the_softmax() -> None:
@@ -71,7 +71,7 @@ def test_temperature_zero_takes_the_most_likely_token_and_one_row_may_be_greedy_
     logits = torch.randn(8, 40, generator=torch.Generator().manual_seed(1))
     assert draw(logits, temperature=0.0)[0] == logits.argmax(-1).tolist()
     lanes = Lanes(temperature_N=np.array([0.0, 1.0] * 4), top_p_N=np.ones(8), top_k_N=np.zeros(8, np.int64), seed_N=np.arange(8))
-    ids, _ = sample(CpuOps(), logits, lanes, np.arange(8))
+    ids, _ = sample(CpuOps(), tempered(logits, lanes.temperature_N), lanes, np.arange(8))
     assert ids[0] == int(logits[0].argmax())
 
 
