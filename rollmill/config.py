@@ -96,6 +96,8 @@ class TrainerSection(Section):
     """Steps between checkpoints. Work since the last one is repeated after a crash, never lost or doubled."""
     tokens_per_microbatch: int = Field(8192, ge=256)
     num_threads: int = Field(1, ge=1)
+    device: str = "cpu"
+    """Where the model in training lies: cpu, cuda or cuda:1."""
     batch_s: float = Field(600.0, gt=0)
     """The trainer gives up, naming who it waits for, when no batch is ready for this long."""
 
@@ -116,6 +118,8 @@ class EngineSection(Section):
     numerics: Literal["", "exact", "fast", "fp8", "nvfp4", "noisy"] = ""
     """Another profile than the model's for the engine alone; noisy shows what replay and correction are worth."""
     num_threads: int = Field(1, ge=1)
+    device: str = "cpu"
+    """Where the model that is served lies: cpu, cuda or cuda:1."""
 
 
 class WeightsSection(Section):

@@ -40,7 +40,10 @@ class Forward:
         """`is_fixed`: decode over fixed buffers; by default on a GPU, where they are replayed as graphs."""
         c = model.config
         self.model, self.num_pages, self.max_len = model, num_pages, max_len
-        self._is_fixed = model.embed.is_cuda if is_fixed is None else is_fixed
+        if is_fixed is None:
+            # Other profiles than the exact one ask the host how many rows each expert has, which a graph cannot.
+            is_fixed = model.embed.is_cuda and (c.moe is None or model.numerics == "exact")
+        self._is_fixed = is_fixed
         # The last page is nobody's: the padding of fixed steps writes there.
         self.pages: Pages = model.ops.new_pages(
             num_pages + self._is_fixed, num_layers=c.num_layers, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=model.embed.dtype

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 import uvicorn
 from starlette.applications import Starlette
 
@@ -20,7 +19,7 @@ from rollmill.engine.protocol import SwapMode
 from rollmill.engine.server import make_app
 from rollmill.engine.service import Service
 from rollmill.engine.swap import WeightWatch, follower_of
-from rollmill.model import Tokenizer, load_model
+from rollmill.model import Tokenizer, compute_dtype, load_model
 from rollmill.weights import WeightStore
 from rollmill.weights.peer import peer_app
 
@@ -56,11 +55,6 @@ def bind(host: str, port: int) -> socket.socket:
             raise OSError(errno.EADDRINUSE, text) from error
         raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}; set another host or port") from error
     return sock
-
-
-def compute_dtype(device: str) -> torch.dtype:
-    """A CPU computes in float32 with weights that the serving dtype holds exactly; a GPU in the serving dtype itself."""
-    return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
 
 async def run_engine(

@@ -131,6 +131,7 @@ def _engine(config: RunConfig, index: int, should_stop: Callable[[], bool]) -> N
             max_len=e.max_len,
             num_pages=e.num_pages or None,
             swap_mode=SwapMode(e.swap),
+            device=e.device,
             numerics=e.numerics or config.model.numerics,
             on_ready=ready,
         )

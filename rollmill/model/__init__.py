@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollmill.model.attention import Attention, PackedAttention, PagedAttention
-    from rollmill.model.checkpoint import CheckpointError, check_model, load_model, read_model_config, save_model
+    from rollmill.model.checkpoint import CheckpointError, check_model, compute_dtype, load_model, read_model_config, save_model
     from rollmill.model.config import ModelConfig, MoEConfig
     from rollmill.model.routes import ForcedRoutes, RecordedRoutes, Routes
     from rollmill.model.tokenizer import Tokenizer
@@ -29,6 +29,7 @@ __all__ = [
     "Routes",
     "Tokenizer",
     "check_model",
+    "compute_dtype",
     "load_model",
     "read_model_config",
     "save_model",
@@ -47,6 +48,7 @@ _HOME = {
     "Routes": "routes",
     "Tokenizer": "tokenizer",
     "check_model": "checkpoint",
+    "compute_dtype": "checkpoint",
     "load_model": "checkpoint",
     "read_model_config": "checkpoint",
     "save_model": "checkpoint",

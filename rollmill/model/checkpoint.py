@@ -34,6 +34,11 @@ def read_model_config(path: Path) -> ModelConfig:
         raise CheckpointError(f"{file} does not describe a model this version can load: {error}") from error
 
 
+def compute_dtype(device: str) -> torch.dtype:
+    """A CPU computes in float32 with weights that the serving dtype holds exactly; a GPU in the serving dtype itself."""
+    return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+
+
 def load_model(
     path: Path, *, device: str = "cpu", compute_dtype: torch.dtype = torch.float32, numerics: str = "exact"
 ) -> tuple[Model, ModelConfig]:

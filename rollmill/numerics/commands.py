@@ -28,8 +28,7 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
 ) -> None:
     """Run every gate on a model; exit status 1 when one fails."""
-    from rollmill.engine.run import compute_dtype
-    from rollmill.model import load_model
+    from rollmill.model import compute_dtype, load_model
     from rollmill.numerics.gates import run_gates
 
     loaded, _ = load_model(model, device=device, compute_dtype=compute_dtype(device), numerics=profile)
@@ -65,8 +64,7 @@ def bisect(
     """Name the first operation whose bits differ between two ways of computing the same text; exit status 1 when one does."""
     import numpy as np
 
-    from rollmill.engine.run import compute_dtype
-    from rollmill.model import load_model
+    from rollmill.model import compute_dtype, load_model
     from rollmill.numerics.trace import Trace, first_difference, trace_packed, trace_paged
 
     def run(path: Path, profile: str, chunk: int) -> Trace:

@@ -16,7 +16,7 @@ import torch
 
 from rollmill.config import RunConfig
 from rollmill.ledger import CheckpointRow, CorruptBlob, GroupRow, IllegalTransition, Ledger, Pacing, cut
-from rollmill.model import load_model
+from rollmill.model import compute_dtype, load_model
 from rollmill.model.route_record import RouteRecord
 from rollmill.model.routes import route_shape
 from rollmill.records import BlobRef, DropReason, EpisodeState, GroupState, Trace, Window
@@ -40,7 +40,7 @@ class TrainerLoop:
         self._config, self._ledger, self._metrics, self._waits, self._should_stop = config, ledger, metrics, waits, should_stop
         t = config.trainer
         torch.set_num_threads(t.num_threads)
-        model, _ = load_model(config.model.path, numerics=config.model.numerics)
+        model, _ = load_model(config.model.path, device=t.device, compute_dtype=compute_dtype(t.device), numerics=config.model.numerics)
         self._optimizer = MasterAdamW(model, lr=t.lr, warmup_steps=t.warmup_steps, clip_norm=t.clip_norm, eps=t.adam_eps)
         self._model = model
         self._learner = Learner(
@@ -52,7 +52,7 @@ class TrainerLoop:
             tokens_per_microbatch=t.tokens_per_microbatch,
             router_replay=t.router_replay,
         )
-        is_exact = model.ops.is_exact and config.engine.numerics in ("", config.model.numerics)
+        is_exact = model.ops.is_exact and config.engine.numerics in ("", config.model.numerics) and t.device == config.engine.device
         self._alarms = AlarmBoard(is_exact=is_exact)
         self._route_shape = route_shape(model.config) if model.config.moe else None
         self._pacing = Pacing.from_staleness(config.max_staleness, t.groups_per_batch, config.run.mode)
