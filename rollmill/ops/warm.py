@@ -15,6 +15,8 @@ def warm() -> None:
     with torch.inference_mode():
         ops.rms_norm(x.flatten(1), torch.ones(16), 1e-5)
         ops.add_rms_norm(x.flatten(1), x.flatten(1), torch.ones(16), 1e-5)
+        ops.score(x.flatten(1), torch.zeros(2, dtype=torch.int64))
+        ops.pick(x.flatten(1), torch.zeros(2, dtype=torch.float64))
         ops.swiglu(x.flatten(1))
         q = ops.rotate(x, torch.ones(2, 1, 8), torch.zeros(2, 1, 8))
         pages = ops.new_pages(1, num_layers=1, num_kv_heads=2, head_dim=8, dtype=torch.float32)

@@ -1,7 +1,4 @@
-"""The exact profile of the CPU: strict matrix products, proved for every shape before its first use, and compiled loops for the rest.
-
-Softmax is torch's own: each row is one reduction of its own there.
-"""
+"""The exact profile of the CPU: strict matrix products, each shape proved before its first use, and compiled loops for the rest."""
 
 from __future__ import annotations
 
@@ -23,6 +20,13 @@ def _rowwise() -> ModuleType:
     from rollmill.ops.cpu import rowwise
 
     return rowwise
+
+
+@cache
+def _logits() -> ModuleType:
+    from rollmill.ops.cpu import logits
+
+    return logits
 
 
 class CpuOps(TorchOps):
@@ -70,6 +74,12 @@ class CpuOps(TorchOps):
 
     def swiglu(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
         return _rowwise().swiglu(gate_up_T2F)
+
+    def score(self, logits_NV: torch.Tensor, ids_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return _logits().score(logits_NV, ids_N)
+
+    def pick(self, logits_NV: torch.Tensor, uniform_N: torch.Tensor) -> torch.Tensor:
+        return _logits().pick(logits_NV, uniform_N)
 
     def attend_packed(self, q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor, seq_lens: Sequence[int]) -> torch.Tensor:
         from rollmill.ops.cpu.pages import attend_packed

@@ -25,6 +25,25 @@ MINUS_INF = np.float32(-np.inf)
 
 
 @nb.njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy", boundscheck=False)
+def exp_in_place(values, power, factor):  # type: ignore[no-untyped-def]
+    """e**x of every x up to 88, by a polynomial whose instructions are the same for each; below -87 it gives e**-87."""
+    for j in range(len(values)):
+        x = max(values[j], LOWEST)
+        n = np.floor(x * LOG2E + HALF)
+        r = x - n * LN2_HIGH
+        r = r - n * LN2_LOW
+        y = C7 * r + C6
+        y = y * r + C5
+        y = y * r + C4
+        y = y * r + C3
+        y = y * r + C2
+        values[j] = y * (r * r) + r + ONE
+        power[j] = (np.int32(n) + np.int32(127)) << np.int32(23)
+    for j in range(len(values)):
+        values[j] = values[j] * factor[j]
+
+
+@nb.njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy", boundscheck=False)
 def attend_rows(q_THD, k_PKDS, v_PKSD, table_BP, seq_T, position_T, scale, out_THD, first, last):  # type: ignore[no-untyped-def]
     """Softmax attention of rows [first, last); row t sees the positions of sequence `seq_T[t]` up to `position_T[t]`."""
     num_heads, dim = q_THD.shape[1], q_THD.shape[2]
@@ -83,20 +102,8 @@ def attend_rows(q_THD, k_PKDS, v_PKSD, table_BP, seq_T, position_T, scale, out_T
                         for d in range(dim):
                             acc[g, d] *= fade
                     for j in range(PAGE):
-                        x = max(score[j] - top, LOWEST)
-                        n = np.floor(x * LOG2E + HALF)
-                        r = x - n * LN2_HIGH
-                        r = r - n * LN2_LOW
-                        y = C7 * r + C6
-                        y = y * r + C5
-                        y = y * r + C4
-                        y = y * r + C3
-                        y = y * r + C2
-                        y = y * (r * r) + r + ONE
-                        power[j] = (np.int32(n) + np.int32(127)) << np.int32(23)
-                        score[j] = y
-                    for j in range(PAGE):
-                        score[j] = score[j] * factor[j]
+                        score[j] = score[j] - top
+                    exp_in_place(score, power, factor)
                     # What lies behind the last key is left out, not multiplied by zero: a page may hold anything there.
                     for j in range(seen, PAGE):
                         score[j] = ZERO
@@ -147,7 +154,7 @@ def write_rows(k_TKE, v_TKE, slots_T, k_PKDS, v_PKSD):  # type: ignore[no-untype
 
 @nb.njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy", boundscheck=False)
 def swiglu_rows(gate_up_T2F, out_TF, first, last):  # type: ignore[no-untyped-def]
-    """silu(first half) * second half of rows [first, last), in one pass; a column meets the same instructions in every row."""
+    """silu(first half) * second half of rows [first, last); a column meets the same instructions in every row."""
     width = out_TF.shape[1]
     power = np.empty(width, np.int32)
     factor = power.view(np.float32)
@@ -155,20 +162,11 @@ def swiglu_rows(gate_up_T2F, out_TF, first, last):  # type: ignore[no-untyped-de
     for t in range(first, last):
         row, out = gate_up_T2F[t], out_TF[t]
         for f in range(width):
-            # e**-gate; beyond 87 the result is zero to float32 either way.
-            x = min(max(-row[f], LOWEST), -LOWEST)
-            n = np.floor(x * LOG2E + HALF)
-            r = x - n * LN2_HIGH
-            r = r - n * LN2_LOW
-            y = C7 * r + C6
-            y = y * r + C5
-            y = y * r + C4
-            y = y * r + C3
-            y = y * r + C2
-            grown[f] = y * (r * r) + r + ONE
-            power[f] = (np.int32(n) + np.int32(127)) << np.int32(23)
+            # Beyond 87 the result is zero to float32 either way.
+            grown[f] = min(-row[f], -LOWEST)
+        exp_in_place(grown, power, factor)
         for f in range(width):
-            out[f] = row[f] / (ONE + grown[f] * factor[f]) * row[width + f]
+            out[f] = row[f] / (ONE + grown[f]) * row[width + f]
 
 
 @nb.njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy", boundscheck=False)
@@ -219,3 +217,114 @@ def rotate_rows(x_THE, cos_TE, sin_TE, out_THE, first, last):  # type: ignore[no
                 out[d] = x[d] * cos_TE[t, d] - x[d + half] * sin_TE[t, d]
             for d in range(half):
                 out[d + half] = x[d + half] * cos_TE[t, d + half] + x[d] * sin_TE[t, d + half]
+
+
+@nb.njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy", boundscheck=False)
+def score_rows(logits_NV, ids_N, logprob_N, entropy_N, first, last):  # type: ignore[no-untyped-def]
+    """Log-softmax at one token, and the entropy, of rows [first, last): one pass for the maximum, one for the sums, in fixed lanes."""
+    vocab = logits_NV.shape[1]
+    power = np.empty(PAGE, np.int32)
+    factor = power.view(np.float32)
+    below = np.empty(PAGE, np.float32)
+    grown = np.empty(PAGE, np.float32)
+    total = np.empty(PAGE, np.float32)
+    weighted = np.empty(PAGE, np.float32)
+    odd = np.empty(PAGE, np.float32)
+    for t in range(first, last):
+        row = logits_NV[t]
+        top = row_max(row, grown)
+        total[:] = ZERO
+        weighted[:] = ZERO
+        odd[:] = ZERO
+        for at in range(0, vocab, PAGE):
+            size = min(PAGE, vocab - at)
+            for j in range(size):
+                below[j] = row[at + j] - top
+            # A column that is not there adds e**-87 times nothing that float32 could hold.
+            for j in range(size, PAGE):
+                below[j] = MINUS_INF
+            for j in range(PAGE):
+                grown[j] = below[j]
+            exp_in_place(grown, power, factor)
+            for j in range(size, PAGE):
+                grown[j] = ZERO
+                below[j] = ZERO
+            for j in range(PAGE):
+                total[j] += grown[j]
+                weighted[j] += grown[j] * max(below[j], LOWEST)
+                # Zero for numbers; what is none, and an infinite maximum, spoils the row as it must.
+                odd[j] += below[j] - below[j]
+        mass, moment, doubt = np.float64(0), np.float64(0), ZERO
+        for j in range(PAGE):
+            mass += np.float64(total[j])
+            moment += np.float64(weighted[j])
+            doubt += odd[j]
+        log_mass = np.log(mass)
+        logprob_N[t] = np.float32(np.float64(row[ids_N[t]] - top) - log_mass) + doubt
+        entropy_N[t] = np.float32(log_mass - moment / mass) + doubt
+
+
+@nb.njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy", boundscheck=False)
+def row_max(row, lane):  # type: ignore[no-untyped-def]
+    width = len(lane)
+    lane[:] = MINUS_INF
+    whole = len(row) // width * width
+    for at in range(0, whole, width):
+        for j in range(width):
+            lane[j] = max(lane[j], row[at + j])
+    top = MINUS_INF
+    for j in range(width):
+        top = max(top, lane[j])
+    for at in range(whole, len(row)):
+        top = max(top, row[at])
+    return top
+
+
+@nb.njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy", boundscheck=False)
+def pick_rows(logits_NV, uniform_N, picked_N, first, last):  # type: ignore[no-untyped-def]
+    """The first token at which the running sum of rows [first, last) passes its share `uniform_N` of the whole, in float64."""
+    vocab = logits_NV.shape[1]
+    num_blocks = (vocab + PAGE - 1) // PAGE
+    power = np.empty(PAGE, np.int32)
+    factor = power.view(np.float32)
+    lane = np.empty(PAGE, np.float32)
+    grown = np.empty(num_blocks * PAGE, np.float32)
+    mass = np.empty(num_blocks, np.float64)
+    for t in range(first, last):
+        row = logits_NV[t]
+        top = row_max(row, lane)
+        whole = np.float64(0)
+        for i in range(num_blocks):
+            at = i * PAGE
+            size = min(PAGE, vocab - at)
+            block = grown[at : at + PAGE]
+            for j in range(size):
+                block[j] = row[at + j] - top
+            exp_in_place(block, power, factor)
+            for j in range(size):
+                # What is cut off has no share, not the smallest one.
+                if row[at + j] == MINUS_INF:
+                    block[j] = ZERO
+            for j in range(size, PAGE):
+                block[j] = ZERO
+            part = np.float64(0)
+            for j in range(PAGE):
+                part += np.float64(block[j])
+            mass[i] = part
+            whole += part
+        # Below the whole, which rounding may reach: so the walk, adding as before, ends inside.
+        point = min(uniform_N[t] * whole, np.nextafter(whole, np.float64(0)))
+        done = np.float64(0)
+        chosen = 0
+        for i in range(num_blocks):
+            if done + mass[i] > point:
+                for j in range(i * PAGE, (i + 1) * PAGE):
+                    if grown[j] > ZERO:
+                        # Within a block the sum may round to just below the point: then its last token with a share it is.
+                        chosen = j
+                        done += np.float64(grown[j])
+                        if done > point:
+                            break
+                break
+            done += mass[i]
+        picked_N[t] = chosen
