@@ -56,12 +56,13 @@ def test_rows_and_tokens_stand_alone(name: str, ops: Ops) -> None:
 
 
 def test_the_devices_product_agrees_with_the_emulation() -> None:
-    """The tensor cores keep fewer bits of a sum than float32: 2^-13 of the largest partial sum for each of 4 blocks, and bfloat16 out."""
+    """The tensor cores keep fewer bits of a sum than float32: 2^-13 of the largest partial sum for each of 4 blocks;
+    bfloat16 out may round to either neighbour, which are 2^-7 apart."""
     native, emulated = (ops for _, ops in every_way()[:2])
     weight, x = parameter(1024, 512), random(100, 512).to(DEVICE, torch.bfloat16)
     with torch.inference_mode():
         found, wanted = native.linear(x, weight).float(), emulated.linear(x, weight).float()
-    assert (found - wanted).abs().max() <= wanted.abs().max() * (4 * 2.0**-13 + 2.0**-8)
+    assert (found - wanted).abs().max() <= wanted.abs().max() * (4 * 2.0**-13 + 2.0**-7)
 
 
 @pytest.mark.parametrize(("name", "ops"), every_way(), ids=lambda way: way if isinstance(way, str) else "")
