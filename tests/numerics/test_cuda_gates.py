@@ -112,7 +112,7 @@ def test_swaps_in_place_under_replayed_graphs_serve_exactly_what_was_published(t
         while engine.phase is not EnginePhase.SERVING:
             assert not served.wait(0.01)
         for seed in range(1, 6):
-            futures = [engine.generate(GenerateRequest(prompt_ids=[seed, i, 5], max_tokens=300, seed=i)) for i in range(6)]
+            futures = [engine.generate(GenerateRequest(prompt_ids=[seed, i, 5], max_tokens=1800, seed=i)) for i in range(6)]
             version = publish(seed)
             while engine.version != version:
                 assert not served.wait(0.005)
