@@ -35,7 +35,8 @@ TOP = ("fleet", "bench", "numerics", "cli")
 
 WITHOUT_TORCH = (
     "records config telemetry ledger sandbox engine.protocol engine.client tasks tasks.repo harness.tools gateway.session "
-    "gateway harness rollout.dispatcher rollout.role model.tokenizer model.route_record"
+    "gateway harness rollout.dispatcher rollout.role model.tokenizer model.route_record "
+    "adapters.vllm adapters.sglang adapters.own"
 ).split()
 
 
