@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +27,8 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
 ) -> None:
     """Run every gate on a model; exit status 1 when one fails."""
+    import msgspec
+
     from rollmill.model import compute_dtype, load_model
     from rollmill.numerics.gates import run_gates
 
