@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -210,6 +211,84 @@ def bench_loop_command(
         max_staleness=max_staleness,
     )  # fmt: skip
     show_result(found, as_json=json_)
+
+
+Threads = Annotated[int, typer.Option(min=0, help="threads that compute; 0: as many as there are cores")]
+AsJson = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
+
+
+@bench_app.command("engine")
+def bench_engine_command(
+    model: Annotated[Path | None, typer.Option(help="a Hugging Face safetensors directory; default: random weights")] = None,
+    shape: Annotated[str, typer.Option(help="shape of random weights; default: smollm2, for swaps on a CPU demo")] = "",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    sequences: Annotated[str, typer.Option(help="numbers of sequences at once, comma separated; with --swaps the first one")] = "",
+    prompt: Annotated[int, typer.Option(help="prompt tokens of each")] = 128,
+    new: Annotated[int, typer.Option(help="sampled tokens of each")] = 128,
+    rounds: Annotated[int, typer.Option(help="turns that everybody takes; medians are told")] = 3,
+    peers: Annotated[str, typer.Option(help="comma separated; empty: none")] = "transformers,transformers-cb,vllm",
+    swaps: Annotated[int, typer.Option(min=0, help="instead, swap weights this many times under load, in both modes")] = 0,
+    swap_every: Annotated[float, typer.Option(min=0, help="least seconds between two swaps")] = 0.0,
+    json_: AsJson = False,
+) -> None:
+    """Sampled tokens per second beside transformers and vLLM on the same weights; or weight swaps under load, every request counted."""
+    from rollmill.bench.report import show as show_result
+    from rollmill.bench.report import typed_command
+
+    counts = [int(x) for x in (sequences or ("32" if swaps else "1,8,32,128")).split(",")]
+    common: dict[str, Any] = {"command": typed_command(), "model_dir": model, "device": device, "threads": _threads(threads)}
+    if swaps:
+        from rollmill.bench.swaps import bench_swaps
+
+        found = bench_swaps(
+            num_swaps=swaps,
+            shape=shape or ("demo" if device == "cpu" else "smollm2"),
+            num_running=counts[0],
+            num_prompt=prompt,
+            num_new=new,
+            every_s=swap_every,
+            **common,
+        )
+    else:
+        from rollmill.bench.engine import bench_engine
+
+        names = [p for p in peers.split(",") if p]
+        found = bench_engine(
+            shape=shape or "smollm2", sequences=counts, num_prompt=prompt, num_new=new, rounds=rounds, peers=names, **common
+        )
+    show_result(found, as_json=json_)
+
+
+@bench_app.command("numerics")
+def bench_numerics_command(
+    shape: Annotated[str, typer.Option(help="smollm2, qwen3-1.7b, qwen3-8b, moe-30b-a3b, demo, tiny or tiny-moe")] = "smollm2",
+    layers: Annotated[int, typer.Option(min=0, help="layers that are built; 0: all of the shape's")] = 0,
+    device: Device = "cpu",
+    threads: Threads = 0,
+    batches: Annotated[str, typer.Option(help="sequences of a decode step, comma separated")] = "1,8,32,128,256",
+    context: Annotated[int, typer.Option(min=0, help="keys of each sequence in a decode step; 0: 2048 on cuda, 256 on cpu")] = 0,
+    forward: Annotated[str, typer.Option(help="packed forwards as SEQUENCESxTOKENS, comma separated; empty: chosen by the device")] = "",
+    tokens: Annotated[int, typer.Option(min=-1, help="sampled and scored again; -1: 1,048,576 on cuda, 4,096 on cpu; 0: none")] = -1,
+    rounds: Annotated[int, typer.Option(help="turns that everybody takes; medians are told")] = 5,
+    json_: AsJson = False,
+) -> None:
+    """What equal bits cost beside the best path without them, how many logprobs differ, and what router replay buys."""
+    from rollmill.bench.numerics import bench_numerics
+    from rollmill.bench.report import show as show_result
+    from rollmill.bench.report import typed_command
+
+    packed = [(int(a), int(b)) for a, _, b in (part.partition("x") for part in forward.split(",") if part)]
+    found = bench_numerics(
+        command=typed_command(), shape=shape, num_layers=layers or None, device=device, threads=_threads(threads),
+        batches=[int(x) for x in batches.split(",")], context=context or None, forward=packed, rounds=rounds,
+        num_tokens=None if tokens < 0 else tokens,
+    )  # fmt: skip
+    show_result(found, as_json=json_)
+
+
+def _threads(asked: int) -> int:
+    return asked or len(os.sched_getaffinity(0))
 
 
 @weights_app.command("bench")

@@ -15,11 +15,11 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rollmill.bench.report import cpu_name
 from rollmill.bench.weight_codecs import Codec, codecs
 from rollmill.bench.weight_entropy import bits_of_change, codes_of
 from rollmill.bench.weight_states import State, check_pair, read_state
@@ -247,13 +247,8 @@ def _where() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
-    hardware = {"machine": platform.machine(), "cpu": _cpu(), "num_cores": os.cpu_count(), "load_average": os.getloadavg()[0]}
+    hardware = {"machine": platform.machine(), "cpu": cpu_name(), "num_cores": os.cpu_count(), "load_average": os.getloadavg()[0]}
     return {"versions": versions, "hardware": hardware}
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def _timed(work: Callable[[], Any], clock: Callable[[], float]) -> tuple[Any, float]:
