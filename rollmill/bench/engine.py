@@ -19,11 +19,11 @@ import torch
 
 from rollmill.bench.beside import Beside, PeerFailed
 from rollmill.bench.report import Row, result, rounded, say
-from rollmill.bench.shapes import compute_dtype, random_model, shape_of, twin
+from rollmill.bench.shapes import random_model, shape_of, twin
 from rollmill.bench.vllm_peer import vllm_peer
 from rollmill.engine.engine import Engine
 from rollmill.engine.protocol import GenerateRequest
-from rollmill.model import Model, ModelConfig, load_model, save_model
+from rollmill.model import Model, ModelConfig, compute_dtype, load_model, save_model
 from rollmill.ops import PAGE
 
 PEERS = ("transformers", "transformers-cb", "vllm")

@@ -10,8 +10,7 @@ import copy
 import msgspec
 import torch
 
-from rollmill.model import Model, ModelConfig, MoEConfig
-from rollmill.model.rope import rope_tables
+from rollmill.model import Model, ModelConfig, MoEConfig, compute_dtype
 
 _QWEN3 = ModelConfig(
     family="qwen3", vocab_size=151_936, hidden_size=2048, intermediate_size=6144, num_layers=28, num_heads=16, num_kv_heads=8,
@@ -54,20 +53,13 @@ def shape_of(name: str, num_layers: int | None = None) -> ModelConfig:
     return msgspec.structs.replace(config, num_layers=num_layers)
 
 
-def compute_dtype(device: torch.device | str) -> torch.dtype:
-    """As the engine computes there."""
-    return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
-
-
 @torch.no_grad()
 def random_model(config: ModelConfig, *, device: torch.device | str = "cpu", numerics: str = "exact", seed: int = 0) -> Model:
     """Never twice in memory: made on the device, in the dtype it computes in. Logits spread by about 3, routers are sure of themselves."""
-    dtype = compute_dtype(device)
+    dtype = compute_dtype(str(device))
     with torch.device("meta"):
         model = Model(config, numerics=numerics)
     model = model.to(dtype).to_empty(device=device)
-    cos, sin = rope_tables(head_dim=config.head_dim, theta=config.rope_theta, max_position=config.max_position, scaling=config.rope_scaling)
-    model.cos, model.sin = cos.to(device, dtype), sin.to(device, dtype)
     gen = torch.Generator(device).manual_seed(seed)
     for name, live in model.named_parameters():
         if live.dim() == 1:

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 
 from rollmill.bench.report import Row, result, rounded, say
-from rollmill.bench.shapes import compute_dtype, random_model, shape_of
+from rollmill.bench.shapes import random_model, shape_of
 from rollmill.engine.engine import Engine, EnginePhase, reply_of
 from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest, SwapMode
 from rollmill.engine.swap import WeightWatch, follower_of
-from rollmill.model import Model, load_model
+from rollmill.model import Model, compute_dtype, load_model
 from rollmill.weights import Publisher, fingerprint, open_store
 
 DEADLINE_S = 600.0

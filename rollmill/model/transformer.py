@@ -75,11 +75,13 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = nn.Parameter(torch.ones(config.hidden_size))
         self.head = None if config.tied else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        cos, sin = rope_tables(
-            head_dim=config.head_dim, theta=config.rope_theta, max_position=config.max_position, scaling=config.rope_scaling
-        )
+        cos, sin = self._angles()
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+
+    def _angles(self) -> tuple[torch.Tensor, torch.Tensor]:
+        c = self.config
+        return rope_tables(head_dim=c.head_dim, theta=c.rope_theta, max_position=c.max_position, scaling=c.rope_scaling)
 
     def forward(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, attention: Attention, routes: Routes | None = None
@@ -144,7 +146,12 @@ class Model(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # Another device or dtype means other memory.
         self._views = self._ops = None
-        return super()._apply(fn, recurse)
+        where = self.cos.device
+        super()._apply(fn, recurse)
+        # Angles stay float32: in bfloat16 a late position would be turned by another one's angle.
+        if self.cos.dtype != torch.float32 or (where.type == "meta" and not self.cos.is_meta):
+            self.cos, self.sin = (table.to(self.embed.device) for table in self._angles())
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy's parameters get memory of their own.

@@ -83,3 +83,12 @@ def test_gradients_of_packed_batch_equal_sum_of_single_ones() -> None:
 def test_empty_sequence_is_our_own_mistake() -> None:
     with pytest.raises(AssertionError):
         PackedAttention([3, 0])
+
+
+def test_angles_stay_float32_whatever_the_model_computes_in() -> None:
+    model = fresh(tiny())
+    cos = model.cos.clone()
+    assert torch.equal(model.to(torch.bfloat16).cos, cos) and model.embed.dtype is torch.bfloat16
+    with torch.device("meta"):
+        empty = Model(model.config)
+    assert torch.equal(empty.to_empty(device="cpu").cos, cos)
