@@ -96,6 +96,8 @@ class TrainerSection(Section):
     """Steps between checkpoints. Work since the last one is repeated after a crash, never lost or doubled."""
     tokens_per_microbatch: int = Field(8192, ge=256)
     num_threads: int = Field(1, ge=1)
+    recompute_layers: bool = False
+    """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work, the same bits."""
     device: str = "cpu"
     """Where the model in training lies: cpu, cuda or cuda:1."""
     batch_s: float = Field(600.0, gt=0)

@@ -153,9 +153,16 @@ class PageBook:
             owner.pending = None
         self._pending.clear()
 
-    def forget_from(self, holding: Holding) -> None:
-        """This holding's pages hold something unusable: nobody may share them from now on."""
-        for page in holding.pages:
+    def first_own(self, holding: Holding) -> int:
+        """From this page on nobody else holds any of its pages."""
+        first = len(holding.pages)
+        while first and self._holders[holding.pages[first - 1]] == 1:
+            first -= 1
+        return first
+
+    def forget_own(self, holding: Holding) -> None:
+        """Its own pages hold something unusable: nobody may share them. Those it shares were computed before, and others go on."""
+        for page in holding.pages[self.first_own(holding) :]:
             key = self._key_of.pop(page, None)
             if key is not None:
                 del self._known[key]

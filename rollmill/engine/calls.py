@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from rollmill.engine.engine import Engine, NotServing, VersionMismatch
+from rollmill.engine.engine import Engine, NotServing, QueueFull, VersionMismatch
 from rollmill.engine.protocol import FinishReason, GenerateRequest
-from rollmill.engine.scheduler import QueueFull, Sequence, Update
+from rollmill.engine.scheduler import Sequence, Update
 
 R = TypeVar("R")
 RETRY_AFTER_S = 1

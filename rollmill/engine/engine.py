@@ -32,7 +32,7 @@ from rollmill.engine.protocol import (
     Timing,
 )
 from rollmill.engine.room import pages_that_fit
-from rollmill.engine.scheduler import QueueFull, Scheduler, Sequence, SequenceState, Step, Update
+from rollmill.engine.scheduler import Scheduler, Sequence, SequenceState, Step, Update
 from rollmill.model import Model, ModelConfig
 from rollmill.model.route_record import RouteRecord
 from rollmill.model.routes import route_shape
@@ -41,6 +41,8 @@ from rollmill.weights import Fingerprint, WrongBase, WrongWeights, fingerprint
 
 log = logging.getLogger(__name__)
 Posted = list[tuple[Sequence, Update]]
+SWAP_PATIENCE_S = 5.0
+"""Longest that a staged version waits for requests that the last one made start again."""
 
 
 class EnginePhase(StrEnum):
@@ -50,6 +52,10 @@ class EnginePhase(StrEnum):
     SERVING = "serving"
     FAILED = "failed"
     STOPPED = "stopped"
+
+
+class QueueFull(RuntimeError):
+    """The waiting queue is at its bound; try again later or elsewhere."""
 
 
 class NotServing(RuntimeError):
@@ -62,7 +68,7 @@ class VersionMismatch(RuntimeError):
 
 class _PendingSwap:
     def __init__(self, version: int, swap: Callable[[], Fingerprint]) -> None:
-        self.version, self.swap = version, swap
+        self.version, self.swap, self.offered_at = version, swap, time.monotonic()
         self.outcome: Future[bool] = Future()
 
 
@@ -108,7 +114,10 @@ class Engine:
         if num_pages < longest:
             raise ValueError(f"{num_pages} pages of {PAGE} tokens cannot hold one context of {self.max_len}; give more, or lower max_len")
         self._forward = Forward(model, num_pages=num_pages, max_len=self.max_len)
-        self.scheduler = Scheduler(PageBook(num_pages), num_slots=num_slots, max_waiting=max_waiting, step_tokens=step_tokens)
+        self.scheduler = Scheduler(PageBook(num_pages), num_slots=num_slots, step_tokens=step_tokens, on_preempt=self._keep_routes)
+        self._max_open = num_slots + max_waiting
+        self._restarted: dict[int, int] = {}
+        """Requests that a swap made start again, and how many tokens each had: the next swap waits until they have got on."""
         self._keys = itertools.count()
         self._by_key: dict[int, Sequence] = {}
         self._cond = threading.Condition()
@@ -156,8 +165,10 @@ class Engine:
             if self.phase is not EnginePhase.SERVING or self._stopping:
                 raise NotServing(f"the engine is {self.phase}{': ' + self.note if self.note else ''}; try again later")
             self._check_version(request)
-            if len(self._inbox) >= self.scheduler.num_room:
-                raise QueueFull(f"{len(self._inbox) + len(self.scheduler.waiting)} requests wait already; try again later")
+            # Counted by who has not ended: where in the scheduler a request stands right now is the engine thread's business.
+            num_open = len(self._inbox) + len(self._by_key)
+            if num_open >= self._max_open:
+                raise QueueFull(f"{num_open} requests run or wait already, {self._max_open} at most; try again later")
             self._inbox.append(seq)
             self._cond.notify()
         return seq
@@ -165,16 +176,19 @@ class Engine:
     def generate(self, request: GenerateRequest) -> Future[GenerateReply]:
         """Queue a request and get its reply later."""
         future: Future[GenerateReply] = Future()
+        # A future that can be cancelled could not be given its result; `cancel` is for requests.
+        future.set_running_or_notify_cancel()
         self.submit(request, lambda seq, update: future.set_result(reply_of(seq, self.replica)))
         return future
 
     def score(self, request: ScoreRequest) -> Future[ScoreReply]:
         """Queue tokens to be scored; the future fails when they could not be."""
         future: Future[ScoreReply] = Future()
+        future.set_running_or_notify_cancel()
 
         def ended(seq: Sequence, update: Update) -> None:
             if update.finished is FinishReason.LENGTH:
-                future.set_result(score_of(seq, self.version))
+                future.set_result(score_of(seq))
             else:
                 future.set_exception(RuntimeError(f"the tokens were not scored: {update.finished}"))
 
@@ -237,6 +251,7 @@ class Engine:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
         try:
+            self._forward.warm()
             while self._wait_for_work():
                 self._expire()
                 self._step()
@@ -262,7 +277,9 @@ class Engine:
                 self._by_key[seq.key] = seq
                 self.scheduler.submit(seq)
             cancels, self._cancels = self._cancels, []
-            pending, self._pending = self._pending, None
+            pending = self._pending if self._may_swap() else None
+            if pending:
+                self._pending = None
         for key in cancels:
             if key in self._by_key:
                 self._finish([(self._by_key[key], FinishReason.CANCELLED)])
@@ -273,6 +290,13 @@ class Engine:
         if pending:
             self._swap(pending)
         return True
+
+    def _may_swap(self) -> bool:
+        """Versions that come faster than a context is computed again must not stop everybody: each gets a token first, or its score."""
+        if self._pending is None or time.monotonic() - self._pending.offered_at > SWAP_PATIENCE_S:
+            return self._pending is not None
+        self._restarted = {k: n for k, n in self._restarted.items() if (s := self._by_key.get(k)) and s.num_sampled <= n}
+        return not self._restarted
 
     def _expire(self) -> None:
         if overdue := self.scheduler.overdue(time.monotonic()):
@@ -328,11 +352,18 @@ class Engine:
         start, seq.num_sent = seq.num_sent, seq.num_sampled
         return Update(token_ids=seq.tokens[seq.num_prompt + start :], logprobs=seq.logprobs[start:], finished=finished)
 
+    def _keep_routes(self, seq: Sequence) -> None:
+        """Before its pages go: the experts of every token computed so far, unless known from an earlier time."""
+        if seq.request.routes_from is not None and seq.holding is not None:
+            seq.early_routes.append(self._forward.routes(seq, sum(map(len, seq.early_routes))))
+
     def _record_routes(self, seq: Sequence) -> None:
         start = seq.request.routes_from
-        if start is None or seq.holding is None:
+        if start is None:
             return
-        seq.routes = RouteRecord.of(self._forward.routes(seq, start), route_shape(self.config)).to_bytes()
+        self._keep_routes(seq)
+        if seq.early_routes:
+            seq.routes = RouteRecord.of(np.concatenate(seq.early_routes)[start:], route_shape(self.config)).to_bytes()
 
     def _finish(self, ended: list[tuple[Sequence, FinishReason]], updates: Posted | None = None) -> None:
         """End sequences; their last updates join `updates`, or are posted at once when none is given."""
@@ -341,13 +372,16 @@ class Engine:
         for seq, reason in ended:
             if reason is FinishReason.ERROR and seq.state is SequenceState.RUNNING:
                 log.error("request %d: the model's logits are not numbers (version %d)", seq.key, self.version)
-                self._forward.wipe(seq)
-            elif seq.state is SequenceState.RUNNING:
+                if seq.holding is not None:
+                    self._forward.wipe(seq, self.scheduler.book.first_own(seq.holding))
+            else:
                 self._record_routes(seq)
             self.scheduler.finish(seq, reason, version=self.version, now=now)
             del self._by_key[seq.key]
             self.metrics.finished.labels(reason).inc()
             batch.append((seq, self._news(seq, reason)))
+        self.metrics.running.set(len(self.scheduler.running))
+        self.metrics.waiting.set(len(self.scheduler.waiting))
         if updates is None and batch:
             self._post(batch)
 
@@ -372,21 +406,31 @@ class Engine:
             self._refuse(pending.version, error)
             accepted = False
         else:
-            self._adopt(pending.version, live)
-            accepted = True
+            accepted = self._adopted(pending.version, live)
         pause_s = time.monotonic() - began
         self.metrics.swap_pause_s.observe(pause_s)
         self.metrics.swaps.labels("confirmed" if accepted else "refused").inc()
         log.info("swap to version %d: %s, pause %.1f ms", pending.version, "confirmed" if accepted else "refused", 1e3 * pause_s)
         pending.outcome.set_result(accepted)
 
+    def _adopted(self, version: int, live: Fingerprint) -> bool:
+        try:
+            self._forward.weights_changed()
+        except ValueError as error:
+            # What a profile derives from the weights cannot be made, and what it made of the old ones is gone.
+            self._fail(f"version {version} is in place but the profile {self.model.numerics!r} cannot serve it: {error}")
+            self._stopping = True
+            return False
+        self._adopt(version, live)
+        return True
+
     def _adopt(self, version: int, live: Fingerprint) -> None:
         for seq in [*self.scheduler.running, *self.scheduler.waiting]:
             seq.stamp(self.version)
             seq.is_clean = seq.state is SequenceState.WAITING
-        self._forward.weights_changed()
         self.scheduler.book.forget()
-        self.scheduler.restart(only_scores=self.swap_mode is SwapMode.KEEP_KV)
+        restarted = self.scheduler.restart(only_scores=self.swap_mode is SwapMode.KEEP_KV)
+        self._restarted |= {seq.key: seq.num_sampled for seq in restarted}
         self.version, self.fingerprint, self.note = version, live.total, ""
         self.metrics.version.set(version)
         if self.phase is EnginePhase.STARTING:
@@ -451,7 +495,7 @@ def reply_of(seq: Sequence, replica: str = "") -> GenerateReply:
     )
 
 
-def score_of(seq: Sequence, version: int) -> ScoreReply:
-    """The reply of tokens that were scored; a swap on the way has started them again, so `version` computed them all."""
+def score_of(seq: Sequence) -> ScoreReply:
+    """The reply of tokens that were scored; a swap on the way has started them again, so one version computed them all."""
     assert seq.score_from is not None
-    return ScoreReply(logprobs=np.asarray(seq.logprobs, "<f4").tobytes(), version=version, start=seq.score_from)
+    return ScoreReply(logprobs=np.asarray(seq.logprobs, "<f4").tobytes(), version=seq.version, start=seq.score_from)

@@ -8,7 +8,7 @@ Shapes: B rows of a bucket, P pages of a context, V vocabulary, L layers, K expe
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,7 +59,8 @@ def _buffers(num_rows: int, width: int, device: torch.device, *, pin: bool = Fal
 class FixedStep:
     """The buffers of one bucket and the step over them; captured on its first use where the device can."""
 
-    def __init__(self, model: Model, pages: Pages, *, num_rows: int, max_len: int, spare_page: int) -> None:
+    def __init__(self, model: Model, pages: Pages, *, num_rows: int, max_len: int, spare_page: int, memory: Any = None) -> None:
+        """`memory`: a pool that all graphs may share, since no two run at once and each one's results are read before the next."""
         self._model, self._pages, self._num_rows, self._spare = model, pages, num_rows, spare_page
         device = model.embed.device
         width = -(-max_len // PAGE)
@@ -75,6 +76,7 @@ class FixedStep:
             longest_new=1,
             longest=max_len,
         )
+        self._memory = memory
         self._graph: torch.cuda.CUDAGraph | None = None
         self._out: Decoded | None = None
 
@@ -125,7 +127,7 @@ class FixedStep:
             self._compute()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             self._out = self._compute()
         self._graph = graph
 

@@ -17,9 +17,6 @@ from rollmill.engine.scheduler import Chunk, Sequence, Step
 from rollmill.model import Model, PagedAttention, RecordedRoutes
 from rollmill.ops import PAGE, Pages, Spans, tempered
 
-# Rows of logits that are made at once when a prompt is scored: a bound on memory, without effect on the bits.
-SCORE_ROWS = 512
-
 
 class Sampled(NamedTuple):
     """One entry per sequence that got a token; a logprob of nan means that the logits were not numbers."""
@@ -55,12 +52,11 @@ class Forward:
         self._lanes_for: list[Sequence] = []
         self._lanes: Lanes | None = None
         self._steps: dict[int, FixedStep] = {}
+        self._graph_memory = torch.cuda.graph_pool_handle() if model.embed.is_cuda else None
 
     def weights_changed(self) -> None:
-        """New weights are in place. Graphs go on reading them where they lie, unless the profile keeps copies of its own."""
+        """New weights are in place. Graphs go on reading them, and what a profile derives from them, where they lie."""
         self.model.ops.refresh()
-        if self.model.numerics not in ("exact", "fast"):
-            self._steps.clear()
 
     @torch.inference_mode()
     def compute(self, step: Step) -> Sampled:
@@ -90,7 +86,9 @@ class Forward:
         num_rows = next(b for b in BUCKETS if b >= len(seqs))
         fixed = self._steps.get(num_rows)
         if fixed is None:
-            fixed = FixedStep(self.model, self.pages, num_rows=num_rows, max_len=self.max_len, spare_page=self.num_pages)
+            fixed = FixedStep(
+                self.model, self.pages, num_rows=num_rows, max_len=self.max_len, spare_page=self.num_pages, memory=self._graph_memory
+            )
             self._steps[num_rows] = fixed
         lanes, held = self._lanes_of(seqs), [s.holding.pages for s in seqs if s.holding is not None]
         fixed.fill(
@@ -134,11 +132,10 @@ class Forward:
         assert seq.score_from is not None
         first = max(seq.score_from, chunk.start + 1)
         last = min(chunk.end + 1, len(seq.tokens))
-        for begin in range(first, last, SCORE_ROWS):
-            end = min(begin + SCORE_ROWS, last)
-            logits_RV = self.model.logits(hidden_TD[begin - 1 - chunk.start : end - 1 - chunk.start])
-            ids_R = torch.tensor(seq.tokens[begin:end], device=logits_RV.device)
-            seq.logprobs += self.model.ops.score(tempered(logits_RV, seq.request.temperature), ids_R)[0].tolist()
+        if first < last:
+            ids_R = torch.tensor(seq.tokens[first:last], device=hidden_TD.device)
+            rows_RD = hidden_TD[first - 1 - chunk.start : last - 1 - chunk.start]
+            seq.logprobs += self.model.score(rows_RD, ids_R, seq.request.temperature)[0].tolist()
 
     def _lanes_of(self, seqs: list[Sequence]) -> Lanes:
         """Sampling parameters as arrays; they change only when the batch's membership does."""
@@ -155,17 +152,30 @@ class Forward:
     def routes(self, seq: Sequence, start: int) -> np.ndarray:
         """int16[T, L, K]: the experts that the tokens from `start` to the last computed one took; -1 in dense layers."""
         assert self._routes_SLK is not None and seq.holding is not None
-        position_T = np.arange(start, seq.num_computed)
+        position_T = np.arange(start, max(start, seq.num_computed))
         pages = np.asarray(seq.holding.pages, np.int64)
         return self._routes_SLK[pages[position_T // PAGE] * PAGE + position_T % PAGE]
 
     @torch.inference_mode()
-    def wipe(self, seq: Sequence) -> None:
-        """Overwrite its keys and values: a number that is none would reach the pages' next owner through masked positions."""
-        if seq.holding is None or not seq.num_computed:
+    def wipe(self, seq: Sequence, first: int) -> None:
+        """Overwrite its keys and values from page `first` on: a number that is none would reach the pages' next owner through
+        masked positions.
+        """
+        start = first * PAGE
+        num_tokens = seq.num_computed - start
+        if seq.holding is None or num_tokens <= 0:
             return
-        c = self.model.config
-        spans = Spans.of(new=[seq.num_computed], before=[0], pages=[seq.holding.pages], device=self.model.embed.device)
-        zeros = torch.zeros(seq.num_computed, c.num_kv_heads, c.head_dim, dtype=self.model.embed.dtype, device=self.model.embed.device)
+        c, live = self.model.config, self.model.embed
+        spans = Spans.of(new=[num_tokens], before=[start], pages=[seq.holding.pages], device=live.device)
+        zeros = torch.zeros(num_tokens, c.num_kv_heads, c.head_dim, dtype=live.dtype, device=live.device)
         for layer in range(c.num_layers):
             self.pages.write(layer, zeros, zeros, spans)
+
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """One token through everything, so that no request waits for kernels to be compiled and products to be proved."""
+        page = self.num_pages if self._is_fixed else 0
+        spans = Spans.of(new=[1], before=[0], pages=[[page]], device=self.model.embed.device)
+        token = torch.zeros(1, dtype=torch.int64, device=self.model.embed.device)
+        logits_1V = self.model.logits(self.model(token, token, PagedAttention(self.pages, spans)))
+        self.model.ops.score(logits_1V, self.model.ops.pick(logits_1V, torch.zeros(1, dtype=torch.float64, device=token.device)))

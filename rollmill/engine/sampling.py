@@ -38,9 +38,13 @@ class Lanes(msgspec.Struct, frozen=True, kw_only=True):
     seed_N: np.ndarray
 
     @property
+    def cut_N(self) -> np.ndarray:
+        """Which rows sample from less than the whole vocabulary."""
+        return (self.top_p_N < 1) | (self.top_k_N > 0)
+
+    @property
     def is_cut(self) -> bool:
-        """Whether any row samples from less than the whole vocabulary."""
-        return bool((self.top_p_N < 1).any() or (self.top_k_N > 0).any())
+        return bool(self.cut_N.any())
 
 
 def _keep_mask(logits_NV: torch.Tensor, top_p_N: torch.Tensor, top_k_N: torch.Tensor) -> torch.Tensor:
@@ -66,8 +70,12 @@ def sample(ops: Ops, logits_NV: torch.Tensor, lanes: Lanes, position_N: np.ndarr
     else:
         open_NV = logits_NV
         if lanes.is_cut:
-            keep_NV = _keep_mask(logits_NV, torch.from_numpy(lanes.top_p_N).to(device), torch.from_numpy(lanes.top_k_N).to(device))
-            open_NV = logits_NV.masked_fill(~keep_NV, float("-inf"))
+            # Only the rows that ask for it: sorting a vocabulary costs more than everything else here.
+            rows = np.flatnonzero(lanes.cut_N)
+            rows_R = torch.from_numpy(rows).to(device)
+            top_p_R, top_k_R = (torch.from_numpy(x[rows]).to(device) for x in (lanes.top_p_N, lanes.top_k_N))
+            keep_RV = _keep_mask(logits_NV[rows_R], top_p_R, top_k_R)
+            open_NV = logits_NV.index_copy(0, rows_R, logits_NV[rows_R].masked_fill(~keep_RV, float("-inf")))
         picked_N = ops.pick(open_NV, torch.from_numpy(keyed_uniform(lanes.seed_N, position_N)).to(device))
         if greedy_N.any():
             picked_N = torch.where(torch.from_numpy(greedy_N).to(device), logits_NV.argmax(-1), picked_N)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from enum import StrEnum
 
 import msgspec
+import numpy as np
 
 from rollmill.engine.book import Holding, OutOfPages, PageBook
 from rollmill.engine.protocol import FinishReason, GenerateRequest, VersionSpan
@@ -22,10 +23,6 @@ from rollmill.ops.base import PAGE
 
 # A step that is full of decoding requests still moves the first unfinished prompt on by this much, so nobody starves.
 MIN_PREFILL_TOKENS = 16
-
-
-class QueueFull(RuntimeError):
-    """The waiting queue is at its bound; try again later or elsewhere."""
 
 
 class SequenceState(StrEnum):
@@ -74,6 +71,10 @@ class Sequence:
         """Whether every key and value of its pages came from the served weights."""
         self.stale_from: int | None = None
         """First sampled token whose context older weights had computed."""
+        self.early_routes: list[np.ndarray] = []
+        """Experts of tokens that were computed before it was put back: those that sampling followed, whatever is computed later."""
+        self.version = -1
+        """Of the weights when it ended."""
         self.routes = b""
         """Record of the experts its tokens took, made when it ends."""
         self.state = SequenceState.WAITING
@@ -98,7 +99,7 @@ class Sequence:
     def end(self, reason: FinishReason, *, version: int, now: float) -> None:
         assert self.state is not SequenceState.FINISHED, f"request {self.key} ended twice"
         self.stamp(version)
-        self.state, self.finish_reason, self.finished_at = SequenceState.FINISHED, reason, now
+        self.state, self.finish_reason, self.finished_at, self.version = SequenceState.FINISHED, reason, now, version
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -157,26 +158,26 @@ class WaitingLines:
 
 
 class Scheduler:
-    """Bounded queue, pages and deadlines."""
+    """Lines, pages and deadlines. How many requests may wait is the engine's to say."""
 
-    def __init__(self, book: PageBook, *, num_slots: int, max_waiting: int, step_tokens: int) -> None:
-        self.book, self.num_slots, self.max_waiting, self.step_tokens = book, num_slots, max_waiting, step_tokens
+    def __init__(
+        self, book: PageBook, *, num_slots: int, step_tokens: int, on_preempt: Callable[[Sequence], None] = lambda seq: None
+    ) -> None:
+        """`on_preempt` is told before a running request loses its pages."""
+        self.book, self.num_slots, self.step_tokens, self._on_preempt = book, num_slots, step_tokens, on_preempt
         self.waiting = WaitingLines()
         self.running: list[Sequence] = []
         """In order of admission."""
         self._deadlines: list[tuple[float, int, Sequence]] = []
 
-    @property
-    def num_room(self) -> int:
-        """How many more requests may arrive: the queue's bound plus the slots that stand empty."""
-        return self.max_waiting + self.num_slots - len(self.running) - len(self.waiting)
-
     def submit(self, seq: Sequence) -> None:
         assert seq.state is SequenceState.WAITING
-        if self.num_room <= 0:
-            raise QueueFull(f"{len(self.waiting)} requests wait already, the bound is {self.max_waiting}; try again later")
         self.waiting.add(seq)
         if seq.deadline_at is not None:
+            if len(self._deadlines) > 2 * (len(self.waiting) + len(self.running)) + 64:
+                # Most of them have ended: a deadline of hours must not hold on to their prompts.
+                self._deadlines = [entry for entry in self._deadlines if entry[2].state is not SequenceState.FINISHED]
+                heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (seq.deadline_at, seq.key, seq))
 
     def overdue(self, now: float) -> list[Sequence]:
@@ -206,6 +207,10 @@ class Scheduler:
                 if self._grow(seq, end, preempted, may_preempt=False):
                     chunks.append(Chunk(seq, seq.num_computed, end))
                     budget -= end - seq.num_computed
+        if preempted:
+            # Also those whose turn had been planned before an elder one needed their pages.
+            num_decode = sum(c.seq.state is SequenceState.RUNNING for c in chunks[:num_decode])
+            chunks = [c for c in chunks if c.seq.state is SequenceState.RUNNING]
         admitted = self._admit(chunks, budget, now) if not preempted else []
         return Step(chunks=chunks, num_decode=num_decode, admitted=admitted, preempted=preempted)
 
@@ -226,6 +231,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to the head of its line, with its tokens; what it computed is computed again."""
+        self._on_preempt(seq)
         self._release(seq)
         self.running.remove(seq)
         seq.state, seq.num_computed, seq.is_clean = SequenceState.WAITING, 0, True
@@ -271,17 +277,18 @@ class Scheduler:
         if chunk.seq.is_clean and chunk.seq.holding is not None:
             self.book.learn(chunk.seq.holding, chunk.seq.tokens, chunk.end)
 
-    def restart(self, *, only_scores: bool) -> None:
-        """Running requests compute all their tokens again, sampled ones included, and keep their order."""
-        for seq in reversed(self.running.copy()):
-            if seq.score_from is not None or not only_scores:
-                self._preempt(seq)
+    def restart(self, *, only_scores: bool) -> list[Sequence]:
+        """Running requests compute all their tokens again, sampled ones included, and keep their order. Returns them."""
+        restarted = [seq for seq in self.running if seq.score_from is not None or not only_scores]
+        for seq in reversed(restarted):
+            self._preempt(seq)
+        return restarted
 
     def finish(self, seq: Sequence, reason: FinishReason, *, version: int, now: float) -> None:
         if seq.state is SequenceState.RUNNING:
             self.running.remove(seq)
             if reason is FinishReason.ERROR and seq.holding is not None:
-                self.book.forget_from(seq.holding)
+                self.book.forget_own(seq.holding)
             self._release(seq)
         else:
             self.waiting.remove(seq)

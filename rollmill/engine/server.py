@@ -52,7 +52,7 @@ async def score(http: Request) -> Response:
         async for _, update in calls:
             if update.finished is FinishReason.DEADLINE:
                 raise ApiError(408, f"the tokens were not scored within {request.deadline_s} s")
-        return score_of(calls.seqs[0], service.engine.version)
+        return score_of(calls.seqs[0])
 
     return _native(kind, await while_connected(http, calls, finish()))
 

@@ -57,7 +57,7 @@ class SigmoidRouter(nn.Module):
     def forward(self, h_TD: torch.Tensor, layer: int, ops: Ops, routes: Routes | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(ascending expert ids, their weights), both [T, K]."""
         c = self.config
-        scores_TX = ops.linear_fp32(h_TD, self.weight).sigmoid()
+        scores_TX = ops.sigmoid(ops.linear_fp32(h_TD, self.weight))
         choice_TX = self._open(scores_TX.detach() + self.bias.float(), ops)
         ids_TK = ops.top_ids(choice_TX, c.top_k)
         if routes is not None:

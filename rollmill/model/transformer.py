@@ -22,7 +22,10 @@ from rollmill.model.moe import MoE
 from rollmill.model.rope import rope_tables
 from rollmill.model.routes import Routes
 from rollmill.model.self_attention import SelfAttention
-from rollmill.ops import Ops, ops_for
+from rollmill.ops import Ops, ops_for, tempered
+
+LOGIT_ROWS = 1024
+"""Rows of logits that exist at once: a bound on memory, without effect on the bits."""
 
 
 class Layer(nn.Module):
@@ -104,6 +107,20 @@ class Model(nn.Module):
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         return self.ops.linear_fp32(hidden_ND, self.embed if self.head is None else self.head)
+
+    def score(self, hidden_ND: torch.Tensor, ids_N: torch.Tensor, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logprob of each token, entropy) under rows of hidden states. Logits are made block by block and not kept for the backward."""
+        parts = []
+        for rows_RD, ids_R in zip(hidden_ND.split(LOGIT_ROWS), ids_N.split(LOGIT_ROWS), strict=True):
+            if torch.is_grad_enabled() and len(hidden_ND) > LOGIT_ROWS:
+                parts.append(checkpoint(self._score_block, rows_RD, ids_R, temperature, use_reentrant=False))
+            else:
+                parts.append(self._score_block(rows_RD, ids_R, temperature))
+        logprobs, entropies = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def _score_block(self, hidden_RD: torch.Tensor, ids_R: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.ops.score(tempered(self.logits(hidden_RD), temperature), ids_R)
 
     def named_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, contiguous view of the live parameter) for every stored tensor; tied weights once."""

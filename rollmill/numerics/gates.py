@@ -22,7 +22,7 @@ from rollmill.engine.engine import Engine
 from rollmill.engine.protocol import GenerateReply, GenerateRequest, ScoreRequest
 from rollmill.model import Model, PackedAttention
 from rollmill.numerics.trace import first_difference, trace_packed, trace_paged
-from rollmill.ops import PAGE, Ops, tempered
+from rollmill.ops import PAGE, Ops
 from rollmill.ops.noisy import NoisyOps
 
 ROWS = (1, 2, 7, 8, 16, 31, 64, 257, 2048)
@@ -135,8 +135,7 @@ def packed_logprobs(
     out, at = [], 0
     for sequence, start in zip(sequences, starts, strict=True):
         rows = slice(at + start - 1, at + len(sequence) - 1)
-        logits_NV = tempered(model.logits(hidden_TD[rows]), temperature)
-        out.append(model.ops.score(logits_NV, tokens_T[at + start : at + len(sequence)])[0].detach())
+        out.append(model.score(hidden_TD[rows], tokens_T[at + start : at + len(sequence)], temperature)[0].detach())
         at += len(sequence)
     return out
 

@@ -127,6 +127,10 @@ class Ops(Protocol):
         """silu(first half) * second half."""
         ...
 
+    def sigmoid(self, x_TX: torch.Tensor) -> torch.Tensor:
+        """Of float32 scores, element by element."""
+        ...
+
     def top_ids(self, scores_TX: torch.Tensor, k: int) -> torch.Tensor:
         """The k best of each row, ties to the lower id, ascending by id; int64[T, k], without gradient."""
         ...

@@ -146,6 +146,9 @@ class QuantisedOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self._below.add_rms_norm(x_TD, residual_TD, weight_D, eps)
 
+    def sigmoid(self, x_TX: torch.Tensor) -> torch.Tensor:
+        return self._below.sigmoid(x_TX)
+
     def top_ids(self, scores_TX: torch.Tensor, k: int) -> torch.Tensor:
         return self._below.top_ids(scores_TX, k)
 

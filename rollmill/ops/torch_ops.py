@@ -44,6 +44,9 @@ class TorchOps:
         gate, up = gate_up_T2F.chunk(2, -1)
         return F.silu(gate) * up
 
+    def sigmoid(self, x_TX: torch.Tensor) -> torch.Tensor:
+        return x_TX.sigmoid()
+
     def top_ids(self, scores_TX: torch.Tensor, k: int) -> torch.Tensor:
         return top_ids(scores_TX, k)
 

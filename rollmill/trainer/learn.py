@@ -8,7 +8,6 @@ import torch
 from rollmill.model import Model, PackedAttention
 from rollmill.model.route_record import RouteRecord
 from rollmill.model.routes import ForcedRoutes, RouteTally, replayed, route_shape
-from rollmill.ops import tempered
 from rollmill.records import Window
 from rollmill.trainer import mismatch
 from rollmill.trainer.batch import StepBatch, micro_batches
@@ -16,7 +15,6 @@ from rollmill.trainer.loss import LossConfig, LossParts, dppo_tv
 from rollmill.trainer.mismatch import TokenScores
 from rollmill.trainer.optimizer import MasterAdamW
 
-LOGIT_ROWS = 4096
 METRICS = (*mismatch.METRICS, "pol/entropy", "loss/sum", "grad/norm", "grad/is_dropped")
 """Always written, as zeros when a step had nothing to learn from."""
 
@@ -85,12 +83,7 @@ class Learner:
         # A sampled token is predicted by the position before it; the first token of a window is never sampled.
         assert not any(w.sampled_T[0] for w in windows), "a window cannot start with a sampled token"
         at_N = torch.from_numpy(np.flatnonzero(np.concatenate([w.sampled_T for w in windows]))).to(device)
-        logprobs, entropies = [], []
-        for rows in (at_N - 1).split(LOGIT_ROWS):
-            logprob_N, entropy_N = self.model.ops.score(tempered(self.model.logits(hidden_TD[rows]), self._temperature), tokens_T[rows + 1])
-            logprobs.append(logprob_N)
-            entropies.append(entropy_N)
-        return torch.cat(logprobs), torch.cat(entropies)
+        return self.model.score(hidden_TD[at_N - 1], tokens_T[at_N], self._temperature)
 
     def _evidence(self, windows: list[Window], logprobs_N: torch.Tensor, version: int) -> TokenScores:
         """What the sampler said of the same tokens, and where they come from."""

@@ -42,6 +42,7 @@ class TrainerLoop:
         torch.set_num_threads(t.num_threads)
         model, _ = load_model(config.model.path, device=t.device, compute_dtype=compute_dtype(t.device), numerics=config.model.numerics)
         self._optimizer = MasterAdamW(model, lr=t.lr, warmup_steps=t.warmup_steps, clip_norm=t.clip_norm, eps=t.adam_eps)
+        model.recompute_layers = t.recompute_layers
         self._model = model
         self._learner = Learner(
             model,
@@ -52,7 +53,11 @@ class TrainerLoop:
             tokens_per_microbatch=t.tokens_per_microbatch,
             router_replay=t.router_replay,
         )
-        is_exact = model.ops.is_exact and config.engine.numerics in ("", config.model.numerics) and t.device == config.engine.device
+        is_exact = (
+            model.ops.is_exact
+            and config.engine.numerics in ("", config.model.numerics)
+            and torch.device(t.device).type == torch.device(config.engine.device).type
+        )
         self._alarms = AlarmBoard(is_exact=is_exact)
         self._route_shape = route_shape(model.config) if model.config.moe else None
         self._pacing = Pacing.from_staleness(config.max_staleness, t.groups_per_batch, config.run.mode)

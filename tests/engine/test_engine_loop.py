@@ -10,9 +10,8 @@ import pytest
 import torch
 from engine_worlds import DEADLINE_S, VOCAB, packed_logprobs, running, tiny_model, wait_until
 
-from rollmill.engine.engine import Engine, EnginePhase, NotServing, VersionMismatch, deliver, reply_of
+from rollmill.engine.engine import Engine, EnginePhase, NotServing, QueueFull, VersionMismatch, deliver, reply_of
 from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest, ScoreRequest
-from rollmill.engine.scheduler import QueueFull
 
 
 def ask(prompt: list[int], **fields) -> GenerateRequest:
@@ -247,7 +246,7 @@ def test_the_queue_is_bounded_and_drains() -> None:
         assert at_gate.wait(DEADLINE_S)
         # Two free rows and three places in the queue.
         futures += [engine.generate(ask(prompt_of(4), max_tokens=1)) for _ in range(5)]
-        with pytest.raises(QueueFull, match="5 requests wait already"):
+        with pytest.raises(QueueFull, match="5 requests run or wait already"):
             engine.generate(ask(prompt_of(4)))
         gate.set()
         assert [f.result(DEADLINE_S).finish_reason for f in futures] == [FinishReason.LENGTH] * 6

@@ -39,6 +39,11 @@ class CpuOps(TorchOps):
         self._is_direct: dict[tuple[int, int, int], bool] = {}
 
     def linear(self, x_TD: torch.Tensor, weight_ND: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+        if x_TD.dtype != torch.float32 or weight_ND.dtype != torch.float32:
+            raise ValueError(
+                f"the exact profile of the CPU computes in float32, not {x_TD.dtype} x {weight_ND.dtype}: load the model with "
+                "compute_dtype=torch.float32 (bfloat16 weights lose nothing by it), or choose the numerics profile 'fast'"
+            )
         shape = (*weight_ND.shape, torch.get_num_threads())
         is_direct = self._is_direct.get(shape)
         if is_direct is None:
@@ -57,7 +62,9 @@ class CpuOps(TorchOps):
         log.warning(
             "%s run in padded blocks, several times slower for few rows: %s",
             what,
-            "the matrix library has no strict mode" if self._is_strict else "import rollmill.ops before the first matrix product",
+            "its strict mode does not make them exact here"
+            if self._is_strict
+            else "the matrix library has no strict mode, or multiplied before rollmill.ops was imported",
         )
         return False
 
@@ -74,6 +81,9 @@ class CpuOps(TorchOps):
 
     def swiglu(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
         return _rowwise().swiglu(gate_up_T2F)
+
+    def sigmoid(self, x_TX: torch.Tensor) -> torch.Tensor:
+        return _rowwise().sigmoid(x_TX)
 
     def score(self, logits_NV: torch.Tensor, ids_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return _logits().score(logits_NV, ids_N)

@@ -328,3 +328,19 @@ def pick_rows(logits_NV, uniform_N, picked_N, first, last):  # type: ignore[no-u
                 break
             done += mass[i]
         picked_N[t] = chosen
+
+
+@nb.njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy", boundscheck=False)
+def sigmoid_rows(x_TX, out_TX, first, last):  # type: ignore[no-untyped-def]
+    width = x_TX.shape[1]
+    power = np.empty(width, np.int32)
+    factor = power.view(np.float32)
+    grown = np.empty(width, np.float32)
+    for t in range(first, last):
+        row, out = x_TX[t], out_TX[t]
+        for i in range(width):
+            grown[i] = min(-row[i], -LOWEST)
+        exp_in_place(grown, power, factor)
+        for i in range(width):
+            # Adding a zero that is none where the score is none.
+            out[i] = ONE / (ONE + grown[i]) + (row[i] - row[i])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollmill.ops.cpu.kernels import add_rms_norm_rows, rms_norm_rows, rotate_rows, swiglu_rows
+from rollmill.ops.cpu.kernels import add_rms_norm_rows, rms_norm_rows, rotate_rows, sigmoid_rows, swiglu_rows
 from rollmill.ops.cpu.threads import share_rows
 
 # Operations for one element: an exponential, a division and two products.
@@ -88,6 +88,32 @@ class Rotate(torch.autograd.Function):
         # The transpose: each half of the sine's share goes back to the other half.
         left, right = (grads[0] * sin).chunk(2, -1)
         return grads[0] * cos + torch.cat((right, -left), -1), None, None
+
+
+def sigmoid(x_TX: torch.Tensor) -> torch.Tensor:
+    if not (torch.is_grad_enabled() and x_TX.requires_grad):
+        return _sigmoid(x_TX)
+    return Sigmoid.apply(x_TX)
+
+
+def _sigmoid(x_TX: torch.Tensor) -> torch.Tensor:
+    rows = _array(x_TX)
+    out = np.empty_like(rows)
+    share_rows(sigmoid_rows, rows, out, num_rows=len(rows), work=_SWIGLU_COST * rows.size)
+    return torch.from_numpy(out)
+
+
+class Sigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TX: torch.Tensor) -> torch.Tensor:
+        out_TX = _sigmoid(x_TX)
+        ctx.save_for_backward(out_TX)
+        return out_TX
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (out_TX,) = ctx.saved_tensors
+        return grads[0] * out_TX * (1 - out_TX)
 
 
 def swiglu(gate_up_T2F: torch.Tensor) -> torch.Tensor:

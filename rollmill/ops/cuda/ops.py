@@ -52,6 +52,10 @@ class CudaOps:
     def swiglu(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
         return rows.swiglu(gate_up_T2F)
 
+    def sigmoid(self, x_TX: torch.Tensor) -> torch.Tensor:
+        """torch's own: on a GPU every element takes the same instructions."""
+        return x_TX.sigmoid()
+
     def top_ids(self, scores_TX: torch.Tensor, k: int) -> torch.Tensor:
         """The k best experts of each token, ties to the lower id, in ascending id."""
         return route.top_ids(scores_TX, k)

@@ -18,6 +18,8 @@ def _top_ids(scores, ids, X, NUM: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     left = tl.load(scores + token * X + expert, mask=expert < X, other=float("-inf")).to(tl.float32)
+    # What is no number is ruled out too: without a best score nothing would be found, and the ids would be whatever memory held.
+    left = tl.where(left == left, left, float("-inf"))
     # Scores of -inf are ruled out, but a token needs NUM experts all the same: places that do not exist come after them.
     is_open = expert < X
     chosen = expert < 0
@@ -31,7 +33,7 @@ def _top_ids(scores, ids, X, NUM: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def top_ids(scores_TX: torch.Tensor, k: int) -> torch.Tensor:
-    """int64[T, K]: what a stable descending sort puts first, sorted by id. Scores must be numbers."""
+    """int64[T, K]: what a stable descending sort puts first, sorted by id. What is no number counts as -inf."""
     tokens, experts = scores_TX.shape
     assert k <= experts
     ids_TK = torch.empty((tokens, k), dtype=torch.int64, device=scores_TX.device)
