@@ -109,7 +109,8 @@ def _model(model_dir: Path | None, shape: str, device: str, folder: Path) -> tup
     """The model and a directory where peers find the same weights."""
     if model_dir is not None:
         model, config = load_model(model_dir, device=device, compute_dtype=compute_dtype(device))
-        return model, config, model_dir
+        # Another process may look for it from another folder.
+        return model, config, model_dir.resolve()
     model = random_model(shape_of(shape), device=device)
     save_model(model, folder / shape)
     return model, model.config, folder / shape
