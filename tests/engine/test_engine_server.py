@@ -365,7 +365,13 @@ def test_a_failed_engine_ends_its_process_and_says_why(tmp_path: Path) -> None:
 import asyncio, pathlib, threading, httpx
 from rollmill.engine.run import run_engine
 from rollmill.model import Model
-def broken(*args): raise RuntimeError("out of memory, say")
+real, calls = Model.forward, []
+def broken(self, *args):
+    # The first forward is the engine's own, before it serves.
+    calls.append(1)
+    if len(calls) > 1:
+        raise RuntimeError("out of memory, say")
+    return real(self, *args)
 Model.forward = broken
 def ready(port):
     url, body = f"http://127.0.0.1:{{port}}/v1/generate", {{"prompt_ids": [1], "max_tokens": 4}}
