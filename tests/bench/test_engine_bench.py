@@ -35,7 +35,9 @@ def test_engine_bench_prints_one_json_object_with_a_reason_where_a_peer_is_missi
         for peer in ("rollmill fast", "transformers"):
             assert rows[name, peer]["value"] > 0 and rows[name, peer]["ratio"] > 0
         assert rows[name, "vllm"]["value"] is None and rows[name, "vllm"]["note"]
-    assert found["threads"] == 1 and found["hardware"]["num_cores"] and found["versions"]["torch"] and found["command"].startswith("rollmill")
+    assert (
+        found["threads"] == 1 and found["hardware"]["num_cores"] and found["versions"]["torch"] and found["command"].startswith("rollmill")
+    )
     assert "round 1" in done.stderr
 
 
