@@ -92,3 +92,21 @@ def test_angles_stay_float32_whatever_the_model_computes_in() -> None:
     with torch.device("meta"):
         empty = Model(model.config)
     assert torch.equal(empty.to_empty(device="cpu").cos, cos)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scores_made_block_by_block_have_the_bits_and_gradients_of_one_block(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
+    model = fresh(tiny())
+    hidden = torch.randn(50, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    ids = torch.arange(50) % model.config.vocab_size
+    found = []
+    for rows in (1000, 7):
+        monkeypatch.setattr("rollmill.model.transformer.LOGIT_ROWS", rows)
+        x = hidden.clone().requires_grad_()
+        model.zero_grad()
+        logprobs, entropies = model.score(x, ids, temperature)
+        logprobs.sum().backward()
+        found.append((logprobs.detach(), entropies, x.grad, model.embed.grad))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    # Gradients of the head are summed over blocks in another order: rounding of 50 terms.
+    assert torch.allclose(found[0][2], found[1][2], atol=1e-6) and torch.allclose(found[0][3], found[1][3], atol=1e-5)
