@@ -36,14 +36,14 @@ def check(
     screen, gates = Console(stderr=True), []
     for gate in run_gates(loaded, num_tokens=tokens, num_sequences=sequences):
         gates.append(gate)
-        screen.print(f"{'equal' if gate.passed else '[red]DIFFERS[/red]'}  {gate.name}  {gate.detail}")
+        screen.print(f"{'holds' if gate.passed else '[red]FAILS[/red]'}  {gate.name}  {gate.detail}")
     if as_json:
         facts = {"model": str(model), "device": device, "profile": profile, "gates": [msgspec.to_builtins(g) for g in gates]}
         print(msgspec.json.encode(facts).decode())
     else:
-        table = Table("gate", "compared", "bits")
+        table = Table("claim", "compared", "verdict")
         for gate in gates:
-            table.add_row(gate.name, f"{gate.num_compared:,}", "equal" if gate.passed else f"differ: {gate.detail}")
+            table.add_row(gate.name, f"{gate.num_compared:,}", "holds" if gate.passed else f"fails: {gate.detail}")
         Console().print(table)
     raise typer.Exit(int(not all(g.passed for g in gates)))
 
