@@ -1,0 +1,1 @@
+"""The agent and the zygote in C, and how they are built."""

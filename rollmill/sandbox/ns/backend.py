@@ -1,0 +1,246 @@
+"""Makes boxes through one zygote, admitting a bounded number at a time; owns the table of living boxes and nothing inside them.
+
+The zygote starts with the first box and is started again when it died; its boxes die with it, and their owners hear why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+
+from rollmill.records import Boundary, RunFailure
+from rollmill.sandbox.agent.link import Link
+from rollmill.sandbox.agent.streams import SocketStream
+from rollmill.sandbox.ns.box import NamespaceBox
+from rollmill.sandbox.ns.layers import MAX_STACK, Layer, Machine, Stack, let_go, order
+from rollmill.sandbox.ns.snapshot import NamespaceSnapshot
+from rollmill.sandbox.ns.zygote import Zygote
+from rollmill.sandbox.records import Capabilities, SandboxSpec, Service
+
+CREATE_DEADLINE_S = 60.0
+_MIN_MEMORY_BYTES, _MIN_DISK_BYTES = 32 << 20, 64 << 10
+_MAX_EARLY = 1024
+_PREPARED_PER_CORE = 64
+"""A prepared box costs about a quarter of a MiB, so that a burst of this many finds its boxes half made."""
+
+
+class NamespaceBackend:
+    """`SandboxBackend` on Linux namespaces.
+
+    More than 2 x cores creations at once only lengthen the slowest (measured), so the rest waits first come, first served.
+    """
+
+    def __init__(self, *, num_creating: int | None = None, num_prepared: int | None = None) -> None:
+        cores = os.cpu_count() or 1
+        self._admission = asyncio.Semaphore(num_creating or 2 * cores)
+        self._num_prepared = _PREPARED_PER_CORE * cores if num_prepared is None else num_prepared
+        self._starting = asyncio.Lock()
+        self._zygote: Zygote | None = None
+        self._lives: dict[int, tuple[Link, asyncio.Future[None]]] = {}
+        """By the number the zygote gave the box: its life, and its end."""
+        self._early: OrderedDict[int, tuple[str, bool]] = OrderedDict()
+        """Boxes whose end was heard of before their first word: two sockets keep no order between them."""
+        self._images: dict[str, tuple[Machine, Layer]] = {}
+        self._num_created = 0
+        self._closed = False
+
+    @staticmethod
+    def probe() -> str | None:
+        """None when boxes can be made on this machine, else one sentence that says why not and what to change. Blocks briefly."""
+        if not sys.platform.startswith("linux"):
+            return f"the namespace sandbox needs Linux, this is {sys.platform}; run Rollmill in a Linux virtual machine or container"
+        found: list[str | None] = []
+
+        async def try_one() -> str | None:
+            backend = NamespaceBackend(num_prepared=1)
+            try:
+                await (await backend.create(SandboxSpec())).close()
+            except RunFailure as failure:
+                return failure.message
+            finally:
+                await backend.close()
+            return None
+
+        # A thread of its own: the caller may be inside an event loop.
+        trial = threading.Thread(target=lambda: found.append(asyncio.run(try_one())), name="sandbox probe")
+        trial.start()
+        trial.join(2 * CREATE_DEADLINE_S)
+        return found[0] if found else f"the namespace sandbox did not answer within {2 * CREATE_DEADLINE_S:g} s; look at the load of this machine"
+
+    async def capabilities(self) -> Capabilities:
+        """`facts`: `privilege` (root, rootless), `helper` (native, plain), `memory` (cgroup-v1, cgroup-v2: per box; rlimit-as: per
+        process), `cpu`, `ids`."""
+        zygote = await self._running()
+        return Capabilities(
+            backend="namespace", isolation="namespace", fork=True, save=True, suspend=True, egress=True, images=True, facts=zygote.facts
+        )
+
+    async def start(self) -> None:
+        """Start the zygote now and not with the first box."""
+        await self._running()
+
+    @property
+    def zygote_pid(self) -> int | None:
+        return self._zygote.process.pid if self._zygote is not None and not self._zygote.lost else None
+
+    async def _running(self) -> Zygote:
+        """The living zygote, started when there is none."""
+        if self._zygote is not None and not self._zygote.lost and not self._closed:
+            return self._zygote
+        if not sys.platform.startswith("linux"):
+            raise RunFailure(Boundary.SANDBOX, self.probe() or "")
+        async with self._starting:
+            if self._closed:
+                raise RunFailure(Boundary.SANDBOX, "the backend is closed")
+            if self._zygote is None or self._zygote.lost:
+                self._zygote = await Zygote.start(pool=self._num_prepared, on_gone=self._box_gone, on_lost=self._zygote_lost)
+            return self._zygote
+
+    async def create(self, spec: SandboxSpec) -> NamespaceBox:
+        _check(spec)
+        machine, stack = await self._machine(spec)
+        return await self.stand(spec, machine, stack, spec.services, install=True)
+
+    async def stand(
+        self, spec: SandboxSpec, machine: Machine, stack: Stack, services: Sequence[Service], *, install: bool = False,
+        views: Stack = (), bare: bool = False,
+    ) -> NamespaceBox:  # fmt: skip
+        """A box on this stack, its services running; `views` are shown read-only below /mnt/view, `bare` shows its own layer at /mnt/layer."""
+        self._num_created += 1
+        box = NamespaceBox(f"box-{self._num_created}", spec, self, machine, stack)
+        try:
+            async with self._admission:
+                await self._begin(box, views=views, bare=bare)
+                if install and spec.files:
+                    await box.install(spec.files, deadline_s=CREATE_DEADLINE_S)
+            for service in services:
+                await box.serve(service)
+        except BaseException:
+            await asyncio.shield(box.close())
+            raise
+        return box
+
+    async def _begin(self, box: NamespaceBox, *, views: Stack = (), bare: bool = False) -> None:
+        """Give the box a life: order it, and wait until its agent has spoken."""
+        zygote = await self._running()
+        fds = [layer.fd for layer in (*box.stack, *views)]
+        if len(fds) > MAX_STACK:
+            raise RunFailure(Boundary.SANDBOX, f"a stack of {len(fds)} layers is higher than {MAX_STACK}")
+        trust = await self._trust(box.spec)
+        message = order(box.spec, box.machine, num_layers=len(box.stack), num_views=len(views), bare=bare, trust=trust)
+        ours, theirs = socket.socketpair()
+        box.slot = None
+        box.attach(SocketStream(ours))
+        zygote.order(message, fds, theirs)
+        if zygote.lost:
+            box.gone("the zygote that made it died")
+        hello = await box.ready(CREATE_DEADLINE_S)
+        box.slot = hello.slot
+        assert box.link is not None
+        self._lives[hello.slot] = (box.link, asyncio.get_running_loop().create_future())
+        if hello.slot in self._early:
+            self._box_gone(hello.slot, *self._early.pop(hello.slot))
+        if box.spec.egress is not None:
+            await self._guard(box, hello.fds)
+
+    async def snapshot(self, box: NamespaceBox, *, live: bool) -> NamespaceSnapshot:
+        """Freeze the box's layer and let the box go on above it."""
+        if live:
+            raise ValueError("the namespace backend does not fork running processes; use the microvm backend, or snapshot(live=False)")
+        async with box.changing:
+            box.check_open()
+            services = await box.quiesce()
+            slot = box.slot
+            assert slot is not None
+            ended = self._lives[slot][1]
+            box.restack(Layer(await box.freeze()))
+            # The kernel lets go of the old overlay with its last process; only then nothing writes to the layer any more.
+            await self._within(ended, "the end of a frozen box")
+            snapshot = NamespaceSnapshot(self, box.spec, box.machine, box.stack, services)
+            try:
+                async with self._admission:
+                    await self._begin(box)
+                for service in services:
+                    await box.serve(service)
+            except BaseException:
+                await snapshot.close()
+                raise
+            return snapshot
+
+    async def save(self, snapshot: NamespaceSnapshot, store: str) -> str:
+        raise NotImplementedError
+
+    async def restore(self, store: str, digest: str) -> NamespaceSnapshot:
+        raise NotImplementedError
+
+    def kill(self, slot: int) -> None:
+        if self._zygote is not None:
+            self._zygote.kill(slot)
+
+    async def close(self) -> None:
+        """Kill every box and the zygote; again is harmless."""
+        self._closed = True
+        async with self._starting:
+            zygote, self._zygote = self._zygote, None
+        if zygote is not None:
+            await zygote.stop()
+        let_go(layer for _, layer in self._images.values())
+        self._images = {}
+
+    async def _machine(self, spec: SandboxSpec) -> tuple[Machine, Stack]:
+        if spec.image == "host":
+            return Machine(), ()
+        raise NotImplementedError
+
+    async def _trust(self, spec: SandboxSpec) -> str:
+        return ""
+
+    async def _guard(self, box: NamespaceBox, fds: tuple[int, ...]) -> None:
+        raise NotImplementedError
+
+    async def _within(self, ended: asyncio.Future[None], what: str) -> None:
+        try:
+            async with asyncio.timeout(CREATE_DEADLINE_S):
+                await asyncio.shield(ended)
+        except TimeoutError:
+            raise RunFailure(Boundary.SANDBOX, f"{what} took longer than {CREATE_DEADLINE_S:g} s") from None
+
+    def _box_gone(self, slot: int, why: str, ruined: bool) -> None:
+        life = self._lives.pop(slot, None)
+        if life is None:
+            self._early[slot] = (why, ruined)
+            while len(self._early) > _MAX_EARLY:
+                self._early.popitem(last=False)
+            return
+        link, ended = life
+        link.gone(why, ruined=ruined)
+        if not ended.done():
+            ended.set_result(None)
+
+    def _zygote_lost(self, why: str) -> None:
+        lives, self._lives = self._lives, {}
+        self._early.clear()
+        for link, ended in lives.values():
+            link.gone("the backend was closed" if self._closed else why)
+            if not ended.done():
+                ended.set_result(None)
+
+
+def _check(spec: SandboxSpec) -> None:
+    if spec.memory_bytes < _MIN_MEMORY_BYTES or spec.disk_bytes < _MIN_DISK_BYTES:
+        raise ValueError(
+            f"a box of {spec.memory_bytes} bytes of memory and {spec.disk_bytes} of disk is too small to start; "
+            f"give at least {_MIN_MEMORY_BYTES} and {_MIN_DISK_BYTES}"
+        )
+    if spec.num_processes < 1 or spec.lifetime_s <= 0 or spec.cpus < 0:
+        raise ValueError(f"num_processes {spec.num_processes} and lifetime_s {spec.lifetime_s} must be positive, cpus {spec.cpus} not negative")
+
+
+_ = msgspec

@@ -1,0 +1,82 @@
+"""A box of Linux namespaces: an agent's box that can also be frozen into a layer, go on above it, and be forked."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from rollmill.records import Boundary, RunFailure
+from rollmill.sandbox.agent.client import AgentBox
+from rollmill.sandbox.ns.layers import Layer, Machine, Stack, let_go, use
+from rollmill.sandbox.records import SandboxSpec, Service
+
+if TYPE_CHECKING:
+    from rollmill.sandbox.egress.guard import EgressGuard
+    from rollmill.sandbox.ns.backend import NamespaceBackend
+    from rollmill.sandbox.ns.snapshot import NamespaceSnapshot
+
+END_GRACE_S = 2.0
+"""How long processes that are no service may take to end after SIGTERM, before a snapshot kills them."""
+
+
+class NamespaceBox(AgentBox):
+    """One sandbox; made by `NamespaceBackend` only."""
+
+    def __init__(self, name: str, spec: SandboxSpec, backend: NamespaceBackend, machine: Machine, stack: Stack) -> None:
+        super().__init__(name, spec, kill=self._kill_by_zygote)
+        self.shell = machine.shell
+        self.machine = machine
+        self.stack: Stack = use(stack)
+        """What it is stacked on, its own writable layer not counted."""
+        self.guard: EgressGuard | None = None
+        self.slot: int | None = None
+        self.changing = asyncio.Lock()
+        """Held by a snapshot: a second one waits."""
+        self._backend = backend
+        self._closed = False
+
+    def _kill_by_zygote(self) -> None:
+        if self.slot is not None:
+            self._backend.kill(self.slot)
+        else:
+            self.gone("its owner closed it before it stood")
+
+    def hung_up(self) -> None:
+        if self.slot is None:
+            self.gone("it ended before it stood")
+
+    async def snapshot(self, *, live: bool = False) -> NamespaceSnapshot:
+        return await self._backend.snapshot(self, live=live)
+
+    async def fork(self, num: int) -> list[Any]:
+        snapshot = await self.snapshot()
+        try:
+            return list(await snapshot.fork(num))
+        finally:
+            await snapshot.close()
+
+    async def quiesce(self) -> tuple[Service, ...]:
+        """End every process, services by their own time; which services there were."""
+        services = tuple(self.services)
+        await self.services.stop()
+        await self.end_all(END_GRACE_S)
+        return services
+
+    def restack(self, layer: Layer) -> None:
+        self.stack = (layer, *self.stack)
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            await super().close()
+        finally:
+            let_go(self.stack)
+            self.stack = ()
+            if self.guard is not None:
+                await self.guard.close()
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise RunFailure(Boundary.SANDBOX, f"box {self.name} is gone: its owner closed it")

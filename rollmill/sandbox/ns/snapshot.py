@@ -1,0 +1,49 @@
+"""A frozen state of a box: a stack of layers and what must run above it; forking it copies no file."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from rollmill.records import Boundary, RunFailure
+from rollmill.sandbox.ns.layers import Machine, Stack, let_go, use
+from rollmill.sandbox.records import SandboxSpec, Service
+
+if TYPE_CHECKING:
+    from rollmill.sandbox.interface import Sandbox
+    from rollmill.sandbox.ns.backend import NamespaceBackend
+
+
+class NamespaceSnapshot:
+    """OPEN -> CLOSED. Forks keep the layers they stand on, so closing it takes nothing from them."""
+
+    def __init__(self, backend: NamespaceBackend, spec: SandboxSpec, machine: Machine, stack: Stack, services: tuple[Service, ...]) -> None:
+        self.spec, self.machine, self.services = spec, machine, services
+        self.stack: Stack = use(stack)
+        self._backend = backend
+        self._closed = False
+
+    async def fork(self, num: int, spec: SandboxSpec | None = None) -> list[Sandbox]:
+        """`num` boxes in this state, all or none; `spec` gives other limits, its files and services are not used."""
+        if num < 1:
+            raise ValueError(f"fork({num}): a fork has at least one child")
+        if self._closed:
+            raise RunFailure(Boundary.SANDBOX, "the snapshot is closed")
+        limits = self.spec if spec is None else spec
+        made = await asyncio.gather(*(self._backend.stand(limits, self.machine, self.stack, self.services) for _ in range(num)), return_exceptions=True)
+        failed = next((child for child in made if isinstance(child, BaseException)), None)
+        if failed is not None:
+            await asyncio.gather(*(child.close() for child in made if not isinstance(child, BaseException)))
+            raise failed
+        return [child for child in made if not isinstance(child, BaseException)]
+
+    async def save(self, store: str) -> str:
+        if self._closed:
+            raise RunFailure(Boundary.SANDBOX, "the snapshot is closed")
+        return await self._backend.save(self, store)
+
+    async def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            let_go(self.stack)
+            self.stack = ()

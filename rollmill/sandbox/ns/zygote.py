@@ -1,0 +1,282 @@
+"""The owner's end of the zygote: starts it, hands it orders, hears of boxes that ended; knows no requests of boxes."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import os
+import platform
+import socket
+import struct
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rollmill.records import Boundary, RunFailure
+from rollmill.sandbox.agent import native, wire
+from rollmill.sandbox.agent.native import build
+from rollmill.sandbox.ns import explain, filter, groups
+from rollmill.sandbox.ns.template import host_template
+
+START_DEADLINE_S = 60.0
+STOP_DEADLINE_S = 60.0
+OPEN_DEADLINE_S = 60.0
+_MAX_MESSAGE = 1 << 16
+_FIRST_ID = 1_879_048_192
+"""Far above the ids that distributions, containers and directory services hand out."""
+_NUM_IDS = 65_536
+_NEEDED_CAPABILITIES = (0, 6, 7, 12, 21)
+"""chown, setgid, setuid, net_admin, sys_admin."""
+_BOOT = "import sys; sys.path.append(sys.argv[1]); from agent.plain.zygote import main; main()"
+_READY, _BROKEN, _GONE = 1, 2, 3
+_KILL, _POOL = 1, 2
+
+Gone = Callable[[int, str, bool], None]
+
+
+def is_rootless() -> bool:
+    """Whether this process lacks the rights that boxes are made with, and must first become root of a user namespace of its own."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        held = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
+    return not all(held >> bit & 1 for bit in _NEEDED_CAPABILITIES)
+
+
+def _num_ids() -> tuple[int, int]:
+    """First id and number of ids for boxes; a container may own only a few."""
+    with open("/proc/self/uid_map") as lines:
+        top = max(int(first) + int(count) for first, _, count in (line.split() for line in lines))
+    first = min(_FIRST_ID, top - _NUM_IDS)
+    return (first, _NUM_IDS) if first > _NUM_IDS else (1000, 1)
+
+
+def command_line(program: Path | None, control_fd: int) -> list[str]:
+    """The plain zygote is isolated and without site packages: a bare interpreter, whatever the owner has imported."""
+    if program is not None:
+        return [str(program), "zygote", str(control_fd)]
+    folder = str(Path(native.__file__).resolve().parents[2])
+    return [sys.executable, "-I", "-S", "-B", "-c", _BOOT, folder, str(control_fd)]
+
+
+def environment() -> dict[str, str]:
+    """Nothing of the owner's, whose environment holds keys; only where its interpreter finds its libraries."""
+    return {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+
+
+class Zygote:
+    """A running zygote. `on_gone(box id, why, ruined)` is called for each box that ended, `on_lost(why)` once when the zygote itself did."""
+
+    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket, orders: socket.socket, opener: socket.socket) -> None:
+        self.process = process
+        self.facts: dict[str, str] = {}
+        self.is_rootless = False
+        self.lost = False
+        self._groups = groups.Groups(version=0)
+        self._control, self._orders, self._opener = control, orders, opener
+        self._unsent: deque[tuple[bytes, tuple[int, ...], socket.socket]] = deque()
+        self._opening = asyncio.Lock()
+        self._on_gone: Gone = lambda box, why, ruined: None
+        self._on_lost: Callable[[str], None] = lambda why: None
+
+    @classmethod
+    async def start(cls, *, pool: int, on_gone: Gone, on_lost: Callable[[str], None]) -> Zygote:
+        program = await asyncio.to_thread(build.binary)
+        plan_fd, rootless, made = await asyncio.to_thread(_write_plan, pool)
+        ours, theirs = zip(*(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)), strict=True)
+        owner_fd = os.pidfd_open(os.getpid())
+        try:
+            line = command_line(program, theirs[0].fileno())
+            process = await asyncio.create_subprocess_exec(
+                # What a box sees as the command line of its first process; an interpreter would not find its library by it.
+                *(["/sbin/init", *line[1:]] if program is not None else line), executable=line[0],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(theirs[0].fileno(),), start_new_session=True,
+                env=environment(),
+            )  # fmt: skip
+            socket.send_fds(ours[0], [b"plan"], [theirs[1].fileno(), theirs[2].fileno(), owner_fd, plan_fd])
+        finally:
+            os.close(owner_fd)
+            os.close(plan_fd)
+            for end in theirs:
+                end.close()
+        for end in ours:
+            end.setblocking(False)
+        zygote = cls(process, *ours)
+        zygote.is_rootless, zygote._groups = rootless, made
+        zygote._on_gone, zygote._on_lost = on_gone, on_lost
+        try:
+            async with asyncio.timeout(START_DEADLINE_S):
+                hello = await asyncio.get_running_loop().sock_recv(ours[0], _MAX_MESSAGE)
+        except BaseException as error:
+            zygote._hang_up()
+            if isinstance(error, TimeoutError):
+                process.kill()
+                raise RunFailure(Boundary.SANDBOX, f"the zygote said nothing for {START_DEADLINE_S:g} s") from None
+            raise
+        zygote.facts = {
+            "privilege": "rootless" if rootless else "root",
+            "helper": "native" if program is not None else "plain",
+            "memory": f"cgroup-v{made.version}" if made.version else "rlimit-as",
+            "cpu": "cgroup" if made.cpu or made.version == 2 else "none",
+            "ids": _parse_hello(hello, rootless),
+        }
+        asyncio.get_running_loop().add_reader(ours[0], zygote._hear)
+        return zygote
+
+    def order(self, message: bytes, fds: Sequence[int], passed: socket.socket) -> None:
+        """Order a box, now or as soon as the socket takes it; the passed socket goes first among the descriptors and is closed here once sent."""
+        if self.lost:
+            passed.close()
+            return
+        self._unsent.append((message, (passed.fileno(), *fds), passed))
+        if len(self._unsent) == 1:
+            self._flush()
+
+    def kill(self, box: int) -> None:
+        if not self.lost:
+            with contextlib.suppress(BlockingIOError, ConnectionError):  # a zygote that takes no orders is lost soon, and its boxes with it
+                self._control.send(struct.pack("<II", _KILL, box))
+
+    def size_pool(self, num: int) -> None:
+        """How many boxes are kept prepared."""
+        if not self.lost:
+            self._control.send(struct.pack("<II", _POOL, num))
+
+    async def open_layer(self, path: str) -> int:
+        """A folder of the host as a layer that boxes can be stacked on."""
+        loop = asyncio.get_running_loop()
+        async with self._opening, asyncio.timeout(OPEN_DEADLINE_S):
+            await loop.sock_sendall(self._opener, os.fsencode(path))
+            answer: asyncio.Future[tuple[bytes, list[int]]] = loop.create_future()
+            loop.add_reader(self._opener, _receive, self._opener, answer)
+            try:
+                data, fds = await answer
+            finally:
+                loop.remove_reader(self._opener)
+        if not data:
+            raise RunFailure(Boundary.SANDBOX, "the zygote that opens layers died")
+        (number,) = struct.unpack("<I", data)
+        if number or not fds:
+            raise RunFailure(Boundary.SANDBOX, f"the folder {path} cannot be a layer: {os.strerror(number)}")
+        return fds[0]
+
+    async def stop(self) -> None:
+        """Hang up: the zygote kills every box, cleans up and ends."""
+        self._lose("the backend was closed")
+        try:
+            async with asyncio.timeout(STOP_DEADLINE_S):
+                await self.process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+            raise RunFailure(Boundary.SANDBOX, f"the zygote did not end within {STOP_DEADLINE_S:g} s") from None
+        if self._groups.version:
+            await asyncio.to_thread(self._groups.remove)
+
+    def _flush(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._unsent:
+            message, fds, passed = self._unsent[0]
+            try:
+                socket.send_fds(self._orders, [message], fds)
+            except BlockingIOError:
+                loop.add_writer(self._orders, self._flush)
+                return
+            except OSError as error:
+                self._lose(f"it takes no orders: {error}")
+                return
+            self._unsent.popleft()
+            passed.close()
+        loop.remove_writer(self._orders)
+
+    def _hear(self) -> None:
+        while not self.lost:
+            try:
+                message = self._control.recv(_MAX_MESSAGE)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                message = b""
+            if not message:
+                self._lose("the zygote that made it died")
+                return
+            (kind,) = struct.unpack_from("<I", message)
+            if kind == _BROKEN:
+                self._lose(_broken(message, self.is_rootless))
+            elif kind == _GONE:
+                for box, status, ruined in struct.iter_unpack("<III", message[4:]):
+                    why = "it used up its memory, its first process included" if ruined else ended_by(status)
+                    self._on_gone(box, why, bool(ruined))
+
+    def _lose(self, why: str) -> None:
+        if not self.lost:
+            self._hang_up()
+            self._on_lost(why)
+
+    def _hang_up(self) -> None:
+        self.lost = True
+        loop = asyncio.get_running_loop()
+        for end in (self._control, self._orders, self._opener):
+            loop.remove_reader(end)
+            loop.remove_writer(end)
+            end.close()
+        for _, _, passed in self._unsent:
+            passed.close()
+        self._unsent.clear()
+
+
+def _write_plan(pool: int) -> tuple[int, bool, groups.Groups]:
+    rootless = is_rootless()
+    made = groups.open_groups()
+    cores = os.cpu_count() or 1
+    first_id, num_ids = (1000, 1) if rootless else _num_ids()
+    program = filter.program(platform.machine()) or b""
+    plan = (
+        struct.pack("<IIIIIII", rootless, made.version, min(pool, 2 * cores), pool, 2 * cores, first_id, num_ids)
+        + wire.text(program)
+        + wire.texts(os.fsencode(path) for path in (made.own, made.memory, made.cpu))
+        + host_template().pack()
+    )
+    fd = os.memfd_create("plan", os.MFD_CLOEXEC)
+    view = memoryview(plan)
+    while view:
+        view = view[os.write(fd, view) :]
+    return fd, rootless, made
+
+
+def _parse_hello(message: bytes, rootless: bool) -> str:
+    if not message:
+        raise RunFailure(Boundary.SANDBOX, "the zygote ended while it started; its own words are on standard error")
+    kind, value = struct.unpack_from("<II", message)
+    if kind == _BROKEN:
+        raise RunFailure(Boundary.SANDBOX, _broken(message, rootless))
+    return "the image's own" if value else "one user; files of the host appear as nobody's"
+
+
+def _broken(message: bytes, rootless: bool) -> str:
+    _, number = struct.unpack_from("<II", message)
+    step = wire.Body(message[8:]).text().decode(errors="replace")
+    return explain.sentence(OSError(number, f"{step}: {os.strerror(number)}"), rootless=rootless)
+
+
+def ended_by(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return f"signal {-code} ended its first process" if code < 0 else f"its first process ended with status {code}"
+
+
+def _receive(sock: socket.socket, answer: asyncio.Future[tuple[bytes, list[int]]]) -> None:
+    try:
+        data, ancillary, _, _ = sock.recvmsg(64, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
+    except BlockingIOError:
+        return
+    except OSError:
+        data, ancillary = b"", []
+    fds = array.array("i")
+    for _, _, payload in ancillary:
+        fds.frombytes(payload)
+    if answer.done():
+        for fd in fds:
+            os.close(fd)
+    else:
+        answer.set_result((data, list(fds)))
