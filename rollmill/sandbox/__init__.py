@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
-from rollmill.sandbox.interface import ExecResult, Sandbox, SandboxBackend, SandboxSpec
+import importlib
 
-__all__ = ["ExecResult", "Sandbox", "SandboxBackend", "SandboxSpec", "open_backend"]
+from rollmill.sandbox.interface import Process, Sandbox, SandboxBackend, Snapshot
+from rollmill.sandbox.records import (
+    Allow,
+    Capabilities,
+    Change,
+    ChangeKind,
+    Chunk,
+    Egress,
+    ExecResult,
+    FileKind,
+    FileStat,
+    SandboxSpec,
+    Service,
+)
 
-_KNOWN = ("namespace",)
+__all__ = [
+    "BACKENDS", "Allow", "Capabilities", "Change", "ChangeKind", "Chunk", "Egress", "ExecResult", "FileKind", "FileStat", "Process", "Sandbox",
+    "SandboxBackend", "SandboxSpec", "Service", "Snapshot", "backend_class", "open_backend",
+]  # fmt: skip
+
+BACKENDS = {
+    "namespace": "rollmill.sandbox.namespace:NamespaceBackend",
+    "microvm": "rollmill.sandbox.microvm:MicrovmBackend",
+    "docker": "rollmill.sandbox.container:DockerBackend",
+    "podman": "rollmill.sandbox.container:PodmanBackend",
+    "kubernetes": "rollmill.sandbox.kubernetes:KubernetesBackend",
+    "hosted": "rollmill.sandbox.hosted:HostedBackend",
+}
+
+
+def backend_class(name: str) -> type[SandboxBackend]:
+    """The class of that name; `probe()` on it says whether it works here: None, or why not and what to change."""
+    if name not in BACKENDS:
+        raise ValueError(f"sandbox backend {name!r} is unknown; choose one of: {', '.join(BACKENDS)}")
+    module, _, attribute = BACKENDS[name].partition(":")
+    found: type[SandboxBackend] = getattr(importlib.import_module(module), attribute)
+    return found
 
 
 def open_backend(name: str = "namespace") -> SandboxBackend:
     """The backend of that name; it starts what it needs with the first box."""
-    if name not in _KNOWN:
-        raise ValueError(f"sandbox backend {name!r} is unknown; choose one of: {', '.join(_KNOWN)}")
-    from rollmill.sandbox.namespace import NamespaceBackend
-
-    return NamespaceBackend()
+    return backend_class(name)()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
+import uuid
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
 from rollmill.sandbox.namespace import NamespaceBackend
 
 DEADLINE_S = 120.0
+NUM_PREPARED = 4
 Scene = Callable[[NamespaceBackend], Awaitable[None]]
 
 
@@ -23,7 +28,7 @@ def machine() -> None:
 @pytest.fixture
 def play(machine: None) -> Callable[[Scene], None]:
     async def whole(scene: Scene) -> None:
-        backend = NamespaceBackend()
+        backend = NamespaceBackend(num_prepared=NUM_PREPARED)
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await scene(backend)
@@ -31,3 +36,38 @@ def play(machine: None) -> Callable[[Scene], None]:
             await backend.close()
 
     return lambda scene: asyncio.run(whole(scene))
+
+
+async def first_process(box) -> int:
+    """The host's number of the box's PID 1: the parent of a process that carries a name nobody else has."""
+    mark = uuid.uuid4().hex
+    process = await box.start(["sh", "-c", f"sleep 1000; : {mark}"])
+    try:
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and mark in (entry / "cmdline").read_text():
+                    return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+        raise AssertionError("the box has no process on this host")
+    finally:
+        await process.kill()
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
+                found += [int(child), *descendants(int(child))]
+    except FileNotFoundError:
+        pass
+    return found
+
+
+async def settled(backend, *, num_boxes: int) -> None:
+    """Until the zygote has no processes but the one that opens layers, those it keeps prepared, and the boxes."""
+    deadline = time.monotonic() + DEADLINE_S
+    while len(descendants(backend.zygote_pid)) > 1 + NUM_PREPARED + num_boxes:
+        assert time.monotonic() < deadline, "processes of boxes that are gone are still there"
+        await asyncio.sleep(0.01)

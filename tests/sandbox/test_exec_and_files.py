@@ -138,7 +138,7 @@ def test_closed_box_refuses_and_closing_again_is_harmless(play):
 
 def test_unknown_backend_is_refused_with_the_known_names():
     with pytest.raises(ValueError, match="namespace"):
-        open_backend("docker")
+        open_backend("chroot")
 
 
 def test_nonsense_specs_and_commands_are_refused(play):

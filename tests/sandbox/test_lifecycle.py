@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import signal
@@ -18,7 +19,8 @@ import rollmill
 from rollmill.records import RunFailure
 from rollmill.sandbox import SandboxSpec
 from rollmill.sandbox.namespace import NamespaceBackend
-from rollmill.sandbox.namespace.inside import cgroups
+from rollmill.sandbox.namespace import groups as cgroups
+from tests.sandbox.conftest import descendants, settled
 
 DEADLINE_S = 60.0
 REPOSITORY = Path(rollmill.__file__).resolve().parent.parent
@@ -41,11 +43,12 @@ asyncio.run(main())
 """
 
 
-def _descendants(pid: int) -> list[int]:
+def _watch(pids: list[int]) -> list[int]:
+    """A descriptor of each that still lives: those that prepare boxes come and go."""
     found = []
-    for task in os.listdir(f"/proc/{pid}/task"):
-        for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
-            found += [int(child), *_descendants(int(child))]
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            found.append(os.pidfd_open(pid))
     return found
 
 
@@ -61,7 +64,8 @@ def _await_end(pidfds: list[int]) -> None:
 
 def _groups() -> set[str]:
     """Control groups of zygotes that are there now, whoever's they are."""
-    return {f"{parent}/{name}" for _, parent in cgroups._candidates() for name in os.listdir(parent) if name.startswith("rollmill-")}
+    parents = [parent for _, found in cgroups._candidates() for parent in found.values()]
+    return {f"{parent}/{name}" for parent in parents for name in os.listdir(parent) if name.startswith("rollmill-")}
 
 
 def _owner() -> tuple[subprocess.Popen[bytes], int]:
@@ -73,21 +77,21 @@ def _owner() -> tuple[subprocess.Popen[bytes], int]:
 
 def test_boxes_die_with_an_owner_killed_with_9(machine):
     owner, zygote = _owner()
-    processes = [zygote, *_descendants(zygote)]
+    processes = [zygote, *descendants(zygote)]
     assert len(processes) >= 1 + 5 * 3
-    pidfds = [os.pidfd_open(pid) for pid in processes]
+    pidfds = _watch(processes)
     mounts = Path("/proc/self/mountinfo").read_text()
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     owner.stdout.close()
     _await_end(pidfds)
     assert Path("/proc/self/mountinfo").read_text() == mounts
-    assert not [group for group in _groups() if f"rollmill-{zygote}-" in group]
+    assert not [group for group in _groups() if f"rollmill-{owner.pid}-" in group]
 
 
 def test_boxes_die_when_owner_and_zygote_are_killed_together(machine):
     owner, zygote = _owner()
-    pidfds = [os.pidfd_open(pid) for pid in [zygote, *_descendants(zygote)]]
+    pidfds = _watch([zygote, *descendants(zygote)])
     os.kill(zygote, signal.SIGSTOP)
     owner.send_signal(signal.SIGKILL)
     os.kill(zygote, signal.SIGKILL)
@@ -95,7 +99,7 @@ def test_boxes_die_when_owner_and_zygote_are_killed_together(machine):
     owner.stdout.close()
     _await_end(pidfds)
     deadline = time.monotonic() + DEADLINE_S
-    while any(f"rollmill-{zygote}-" in group for group in _groups()):
+    while any(f"rollmill-{owner.pid}-" in group for group in _groups()):
         assert time.monotonic() < deadline, "the sweep of a later owner left a control group behind"
         assert NamespaceBackend.probe() is None
 
@@ -104,7 +108,7 @@ def test_zygote_killed_with_9_takes_its_boxes_and_the_next_box_gets_a_new_one(pl
     async def scene(backend):
         box = await backend.create(SandboxSpec())
         zygote = backend.zygote_pid
-        pidfds = [os.pidfd_open(pid) for pid in _descendants(zygote)]
+        pidfds = _watch(descendants(zygote))
         running = asyncio.create_task(box.exec(["sleep", "1000"], timeout_s=1000))
         os.kill(zygote, signal.SIGKILL)
         with pytest.raises(RunFailure, match="zygote"):
@@ -144,14 +148,13 @@ def test_50_boxes_work_at_once_and_keep_apart(play):
 def test_cancelled_create_leaves_no_box(play):
     async def scene(backend):
         await backend.start()
-        zygote = backend.zygote_pid
         creating = [asyncio.create_task(backend.create(SandboxSpec())) for _ in range(20)]
         await creating[0]
         for task in creating:
             task.cancel()
         done = await asyncio.gather(*creating, return_exceptions=True)
         await asyncio.gather(*(box.close() for box in done if not isinstance(box, BaseException)))
-        assert _descendants(zygote) == []
+        await settled(backend, num_boxes=0)
         assert (await (await backend.create(SandboxSpec())).exec(["true"], timeout_s=60)).exit_code == 0
 
     play(scene)
@@ -165,19 +168,19 @@ def test_closed_backend_leaves_nothing(play):
         for _ in range(3):
             await backend.create(SandboxSpec())
         zygote = backend.zygote_pid
-        pids.extend([zygote, *_descendants(zygote)])
+        pids.extend([zygote, *descendants(zygote)])
 
     play(scene)
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
     assert Path("/proc/self/mountinfo").read_text() == mounts
-    assert not [group for group in _groups() if f"rollmill-{pids[0]}-" in group]
+    assert not [group for group in _groups() if f"rollmill-{os.getpid()}-" in group]
 
 
 def test_failing_world_is_reported_and_leaves_no_box(play):
     async def scene(backend):
         with pytest.raises(RunFailure, match="could not be made"):
             await backend.create(SandboxSpec(files={"big": "x" * (2 << 20)}, disk_bytes=1 << 20))
-        assert _descendants(backend.zygote_pid) == []
+        await settled(backend, num_boxes=0)
 
     play(scene)
 
@@ -185,7 +188,8 @@ def test_failing_world_is_reported_and_leaves_no_box(play):
 CONFINED = """
 import platform
 from rollmill.sandbox.namespace import NamespaceBackend
-from rollmill.sandbox.namespace.inside import kernel, seccomp
+from rollmill.sandbox.agent.plain import kernel
+from rollmill.sandbox.namespace import filter as seccomp
 kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1, "no_new_privs")
 kernel.install_seccomp(seccomp.program(platform.machine()))
 print(NamespaceBackend.probe())
@@ -234,7 +238,7 @@ if reason:
 
 async def main():
     backend = NamespaceBackend()
-    assert (await backend.capabilities())["privilege"] == "rootless"
+    assert (await backend.capabilities()).facts["privilege"] == "rootless"
     box = await backend.create(SandboxSpec(files={"a": "1"}))
     line = "whoami; cat a; ls /etc/shadow; ls /proc | grep -c '^[0-9]'; mount -t tmpfs x /tmp || echo refused"
     result = await box.exec(["bash", "-c", line], timeout_s=60)

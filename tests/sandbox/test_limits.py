@@ -5,24 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
 from rollmill.records import RunFailure
 from rollmill.sandbox import SandboxSpec
-from rollmill.sandbox.namespace import box as box_module
+from rollmill.sandbox.agent import link
+from tests.sandbox.conftest import first_process
 
 
 async def _still_works(box) -> None:
     result = await box.exec(["echo", "fine"], timeout_s=60)
     assert result.exit_code == 0 and result.stdout == b"fine\n"
-
-
-def _first_process(backend) -> int:
-    zygote = backend.zygote_pid
-    (first,) = Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split()
-    return int(first)
 
 
 def test_memory_bomb_kills_the_command_and_not_the_box(play):
@@ -37,7 +31,7 @@ def test_memory_bomb_kills_the_command_and_not_the_box(play):
 
 def test_memory_of_many_processes_counts_together_under_a_control_group(play):
     async def scene(backend):
-        if not (await backend.capabilities())["memory"].startswith("cgroup"):
+        if not (await backend.capabilities()).facts["memory"].startswith("cgroup"):
             pytest.skip("without control groups memory is bounded per process")
         box = await backend.create(SandboxSpec(memory_bytes=64 << 20, disk_bytes=1 << 20))
         line = "for i in 1 2 3 4 5 6; do python3 -c \"x = b'x' * (20 << 20); input()\" < <(sleep 1000) & done; wait -n; exit $?"
@@ -49,19 +43,18 @@ def test_memory_of_many_processes_counts_together_under_a_control_group(play):
 
 
 def test_box_that_the_agent_destroys_by_memory_stays_an_observation(play):
-    """Processes smaller than PID 1 that undo their OOM score make the kernel choose PID 1."""
-    hog = "\n".join((
-        "echo 0 > /proc/self/oom_score_adj",
-        "x=$(head -c 2M /dev/zero | tr '\\0' x)",
-        "sleep 1000 & wait",
-    ))  # fmt: skip
+    """PID 1 is so small that the kernel takes nearly anything before it: the last blow is struck here, after memory did run out."""
 
     async def scene(backend):
-        if not (await backend.capabilities())["memory"].startswith("cgroup"):
+        if not (await backend.capabilities()).facts["memory"].startswith("cgroup"):
             pytest.skip("without control groups memory is bounded per process")
-        box = await backend.create(SandboxSpec(memory_bytes=64 << 20, disk_bytes=1 << 20, num_processes=400, files={"hog": hog}))
-        line = "echo 0 > /proc/self/oom_score_adj; for i in $(seq 80); do sh hog & done; wait"
-        result = await box.exec(["sh", "-c", line], timeout_s=60)
+        box = await backend.create(SandboxSpec(memory_bytes=64 << 20, disk_bytes=1 << 20))
+        first = await first_process(box)
+        assert (await box.exec(["python3", "-c", "x = b'x' * (1 << 28)"], timeout_s=60)).exit_code == -9
+        waiting = asyncio.create_task(box.exec(["sleep", "1000"], timeout_s=1000))
+        await box.stat(".")
+        os.kill(first, signal.SIGKILL)
+        result = await waiting
         assert result.exit_code == -9 and not result.timed_out and b"used up its memory" in result.stdout
         assert (await box.exec(["true"], timeout_s=60)).exit_code == -9
         for call in (box.read("hog"), box.write("hog", b""), box.list()):
@@ -151,11 +144,11 @@ def test_never_ending_command_is_ended_from_outside(play):
 
 
 def test_box_whose_first_process_does_not_answer_is_killed_whole(play, monkeypatch):
-    monkeypatch.setattr(box_module, "KILL_GRACE_S", 0.2)
+    monkeypatch.setattr(link, "KILL_GRACE_S", 0.2)
 
     async def scene(backend):
         box = await backend.create(SandboxSpec())
-        first = _first_process(backend)
+        first = await first_process(box)
         os.kill(first, signal.SIGSTOP)
         result = await box.exec(["true"], timeout_s=0.2)
         assert result.timed_out and result.exit_code == -9
@@ -171,7 +164,7 @@ def test_many_commands_that_leave_something_behind_do_not_use_up_the_first_proce
         box = await backend.create(SandboxSpec(num_processes=400))
         for _ in range(280):
             assert (await box.exec(["sh", "-c", "sleep 1000 &"], timeout_s=60)).exit_code == 0
-        assert len(os.listdir(f"/proc/{_first_process(backend)}/fd")) < 270
+        assert len(os.listdir(f"/proc/{await first_process(box)}/fd")) < 270
         await _still_works(box)
 
     play(scene)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmill.sandbox.namespace.inside.output import HeadTail
-from rollmill.sandbox.namespace.inside.wire import pack, take
+from rollmill.sandbox.agent.plain.output import HeadTail
 
 
 @given(st.lists(st.binary(max_size=700), max_size=12), st.integers(0, 1500))
@@ -26,14 +25,3 @@ def test_head_and_tail_are_bounded_true_and_independent_of_the_chunks(chunks, li
         assert whole.startswith(shown[: (limit - 63) // 2]) and whole.endswith(shown[len(shown) - (limit - 64) // 2 :])
         if whole.count(b"[...") == 0:
             assert len(head) + int(number) + len(tail) == len(whole)
-
-
-@given(st.lists(st.tuples(st.dictionaries(st.text(), st.integers() | st.text()), st.binary(max_size=50)), max_size=5), st.integers(1, 40))
-def test_frames_survive_any_fragmentation(frames, step):
-    stream = b"".join(pack(header, payload) for header, payload in frames)
-    buffer, got = bytearray(), []
-    for start in range(0, len(stream), step):
-        buffer += stream[start : start + step]
-        while (frame := take(buffer)) is not None:
-            got.append(frame)
-    assert got == frames and not buffer

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmill.sandbox.namespace.inside.seccomp import program
+from rollmill.sandbox.namespace.filter import program
 
 ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000

@@ -1,4 +1,4 @@
-"""The namespace backend: boxes made of Linux namespaces by a zygote process, without a daemon, an image or a compiler."""
+"""The namespace backend: boxes made of Linux namespaces by a zygote process, stacked from layers, without a daemon or an image."""
 
 from rollmill.sandbox.namespace.backend import NamespaceBackend
 

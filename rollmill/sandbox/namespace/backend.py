@@ -8,25 +8,39 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import subprocess
 import sys
+import threading
+from collections import OrderedDict
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from rollmill.records import Boundary, RunFailure
-from rollmill.sandbox.interface import SandboxSpec
+from rollmill.sandbox.agent.link import Link
+from rollmill.sandbox.agent.streams import SocketStream
+from rollmill.sandbox.egress.upstream import Resolve, resolve_public
+from rollmill.sandbox.images.store import Image, ImageStore
 from rollmill.sandbox.namespace.box import NamespaceBox
-from rollmill.sandbox.namespace.inside import cgroups
-from rollmill.sandbox.namespace.link import (
-    START_DEADLINE_S,
-    STOP_DEADLINE_S,
-    ZygoteLink,
-    command_line,
-    control_pair,
-    environment,
-    parse_hello,
-)
+from rollmill.sandbox.namespace.courier import NamespaceCourier
+from rollmill.sandbox.namespace.layers import MAX_STACK, Layer, Machine, Stack, let_go, order
+from rollmill.sandbox.namespace.snapshot import NamespaceSnapshot
+from rollmill.sandbox.namespace.zygote import Zygote
+from rollmill.sandbox.records import Capabilities, SandboxSpec, Service
+from rollmill.sandbox.snapshots import saved
+from rollmill.sandbox.snapshots.saved import LayerRef
+from rollmill.sandbox.snapshots.store import open_store
+
+if TYPE_CHECKING:
+    from rollmill.sandbox.egress.authority import Authority
 
 CREATE_DEADLINE_S = 60.0
 _MIN_MEMORY_BYTES, _MIN_DISK_BYTES = 32 << 20, 64 << 10
+_MAX_EARLY = 1024
+_COURIER_BYTES = 256 << 20
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_PREPARED_PER_CORE = 64
+"""A prepared box costs about a quarter of a MiB, so that a burst of this many finds its boxes half made."""
 
 
 class NamespaceBackend:
@@ -35,109 +49,262 @@ class NamespaceBackend:
     More than 2 x cores creations at once only lengthen the slowest (measured), so the rest waits first come, first served.
     """
 
-    def __init__(self, *, num_creating: int | None = None) -> None:
-        self._admission = asyncio.Semaphore(num_creating or 2 * (os.cpu_count() or 1))
+    def __init__(
+        self,
+        *,
+        num_creating: int | None = None,
+        num_prepared: int | None = None,
+        images: Path | None = None,
+        resolve: Resolve = resolve_public,
+    ) -> None:
+        """`num_prepared`: boxes kept half made; `images`: the image store; `resolve`: how egress finds hosts outside."""
+        cores = os.cpu_count() or 1
+        self._admission = asyncio.Semaphore(num_creating or 2 * cores)
+        self._num_prepared = _PREPARED_PER_CORE * cores if num_prepared is None else num_prepared
         self._starting = asyncio.Lock()
-        self._link: ZygoteLink | None = None
-        self._boxes: dict[str, NamespaceBox] = {}
+        self._zygote: Zygote | None = None
+        self._lives: dict[int, tuple[Link, asyncio.Future[None]]] = {}
+        """By the number the zygote gave the box: its life, and its end."""
+        self._early: OrderedDict[int, tuple[str, bool]] = OrderedDict()
+        """Boxes whose end was heard of before their first word: two sockets keep no order between them."""
+        self._images: dict[str, tuple[Machine, Layer]] = {}
+        self._image_root, self._resolve = images, resolve
+        self._authority: Authority | None = None
+        self._known: MutableMapping[Layer, LayerRef] = WeakKeyDictionary()
+        """Layers that some store already holds."""
         self._num_created = 0
         self._closed = False
 
     @staticmethod
     def probe() -> str | None:
         """None when boxes can be made on this machine, else one sentence that says why not and what to change. Blocks briefly."""
-        if sys.platform != "linux":
+        if not sys.platform.startswith("linux"):
             return f"the namespace sandbox needs Linux, this is {sys.platform}; run Rollmill in a Linux virtual machine or container"
-        ours, theirs = control_pair()
-        with ours, theirs:
-            zygote = subprocess.Popen(
-                command_line(theirs.fileno()),
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True, env=environment(),
-            )  # fmt: skip
-            theirs.close()
-            ours.settimeout(START_DEADLINE_S)
+        found: list[str | None] = []
+
+        async def try_one() -> str | None:
+            backend = NamespaceBackend(num_prepared=1)
             try:
-                parse_hello(ours.recv(1 << 16))
+                await (await backend.create(SandboxSpec())).close()
             except RunFailure as failure:
                 return failure.message
-            except TimeoutError:
-                zygote.kill()
-                return f"the namespace sandbox did not start within {START_DEADLINE_S:g} s; look at the load of this machine"
             finally:
-                ours.close()
-                zygote.wait(timeout=STOP_DEADLINE_S)
-        return None
+                await backend.close()
+            return None
 
-    async def capabilities(self) -> dict[str, str]:
-        """What this machine gives: `privilege` (root, rootless), `memory` (cgroup-v1, cgroup-v2: per box; rlimit-as: per process),
-        `proc` and `seccomp` (or why they are missing)."""
-        return dict((await self._zygote()).capabilities)
+        # A thread of its own: the caller may be inside an event loop.
+        trial = threading.Thread(target=lambda: found.append(asyncio.run(try_one())), name="sandbox probe")
+        trial.start()
+        trial.join(2 * CREATE_DEADLINE_S)
+        return (
+            found[0]
+            if found
+            else f"the namespace sandbox did not answer within {2 * CREATE_DEADLINE_S:g} s; look at the load of this machine"
+        )
+
+    async def capabilities(self) -> Capabilities:
+        """`facts`: `privilege` (root, rootless), `helper` (native, plain), `memory` (cgroup-v1, cgroup-v2: per box; rlimit-as: per
+        process), `cpu`, `ids`."""
+        zygote = await self._running()
+        return Capabilities(
+            backend="namespace", isolation="namespace", fork=True, save=True, suspend=True, egress=True, images=True, facts=zygote.facts
+        )
 
     async def start(self) -> None:
         """Start the zygote now and not with the first box."""
-        await self._zygote()
+        await self._running()
 
     @property
     def zygote_pid(self) -> int | None:
-        return self._link.process.pid if self._link is not None and not self._link.lost else None
+        return self._zygote.process.pid if self._zygote is not None and not self._zygote.lost else None
 
-    async def _zygote(self) -> ZygoteLink:
+    async def _running(self) -> Zygote:
         """The living zygote, started when there is none."""
-        if sys.platform != "linux":
+        if self._zygote is not None and not self._zygote.lost and not self._closed:
+            return self._zygote
+        if not sys.platform.startswith("linux"):
             raise RunFailure(Boundary.SANDBOX, self.probe() or "")
         async with self._starting:
             if self._closed:
                 raise RunFailure(Boundary.SANDBOX, "the backend is closed")
-            if self._link is None or self._link.lost:
-                self._link = await ZygoteLink.start()
-                self._link.listen(self._box_gone, self._zygote_lost)
-            return self._link
+            if self._zygote is None or self._zygote.lost:
+                self._zygote = await Zygote.start(pool=self._num_prepared, on_gone=self._box_gone, on_lost=self._zygote_lost)
+            return self._zygote
 
     async def create(self, spec: SandboxSpec) -> NamespaceBox:
         _check(spec)
-        async with self._admission:
-            link = await self._zygote()
-            self._num_created += 1
-            box = NamespaceBox(f"box-{self._num_created}", spec, lambda name: link.order({"kill": name}))
-            ours, theirs = socket.socketpair()
-            ours.setblocking(False)
+        machine, stack = await self._machine(spec)
+        return await self.stand(spec, machine, stack, (*machine.services, *spec.services), install=True)
+
+    async def stand(
+        self, spec: SandboxSpec, machine: Machine, stack: Stack, services: Sequence[Service], *, install: bool = False,
+        views: Stack = (), bare: bool = False,
+    ) -> NamespaceBox:  # fmt: skip
+        """A box on this stack, its services running; `views` are shown read-only below /mnt/view, `bare`: its own layer at /mnt/layer."""
+        self._num_created += 1
+        box = NamespaceBox(f"box-{self._num_created}", spec, self, machine, stack)
+        try:
+            async with self._admission:
+                await self._begin(box, views=views, bare=bare)
+                if install and spec.files:
+                    await box.install(spec.files, deadline_s=CREATE_DEADLINE_S)
+            for service in services:
+                await box.serve(service)
+        except BaseException:
+            await asyncio.shield(box.close())
+            raise
+        return box
+
+    async def _begin(self, box: NamespaceBox, *, views: Stack = (), bare: bool = False) -> None:
+        """Give the box a life: order it, and wait until its agent has spoken."""
+        zygote = await self._running()
+        fds = [layer.fd for layer in (*box.stack, *views)]
+        if len(fds) > MAX_STACK:
+            raise RunFailure(Boundary.SANDBOX, f"a stack of {len(fds)} layers is higher than {MAX_STACK}")
+        message = order(box.spec, box.machine, num_layers=len(box.stack), num_views=len(views), bare=bare, trust=self._trust(box.spec))
+        ours, theirs = socket.socketpair()
+        box.slot = None
+        box.attach(SocketStream(ours))
+        zygote.order(message, fds, theirs)
+        if zygote.lost:
+            box.gone("the zygote that made it died")
+        hello = await box.ready(CREATE_DEADLINE_S)
+        box.slot = hello.slot
+        assert box.link is not None
+        self._lives[hello.slot] = (box.link, asyncio.get_running_loop().create_future())
+        if hello.slot in self._early:
+            self._box_gone(hello.slot, *self._early.pop(hello.slot))
+        if box.spec.egress is not None:
+            await self._guard(box, hello.fds)
+
+    async def snapshot(self, box: NamespaceBox, *, live: bool) -> NamespaceSnapshot:
+        """Freeze the box's layer and let the box go on above it."""
+        if live:
+            raise ValueError("the namespace backend does not fork running processes; use the microvm backend, or snapshot(live=False)")
+        async with box.changing:
+            box.check_open()
+            services = await box.quiesce()
+            box.restack(await self.freeze(box))
+            snapshot = NamespaceSnapshot(self, box.spec, box.machine, box.stack, services)
             try:
-                await asyncio.get_running_loop().create_unix_connection(lambda: box, sock=ours)
+                async with self._admission:
+                    await self._begin(box)
+                for service in services:
+                    await box.serve(service)
             except BaseException:
-                ours.close()
-                theirs.close()
+                await snapshot.close()
                 raise
-            self._boxes[box.name] = box
-            limits = {"memory_bytes": spec.memory_bytes, "disk_bytes": spec.disk_bytes, "num_processes": spec.num_processes}
-            link.order({"create": {"box": box.name, **limits, "lifetime_s": spec.lifetime_s}}, theirs)
-            if link.lost:
-                box.gone("the zygote that made it died")
-            try:
-                await box.install(CREATE_DEADLINE_S)
-            except BaseException:
-                await asyncio.shield(box.close())
-                raise
-            return box
+            return snapshot
+
+    async def freeze(self, box: NamespaceBox) -> Layer:
+        """The box's writable layer, which from now on nothing writes to; the box has no life until it is given another one."""
+        slot = box.slot
+        if slot is None or slot not in self._lives:
+            raise RunFailure(Boundary.SANDBOX, f"box {box.name} is gone: it cannot be frozen")
+        ended = self._lives[slot][1]
+        layer = Layer(await box.freeze())
+        try:
+            # The kernel lets go of the old overlay with its last process.
+            async with asyncio.timeout(CREATE_DEADLINE_S):
+                await asyncio.shield(ended)
+        except TimeoutError:
+            layer.let_go()
+            raise RunFailure(Boundary.SANDBOX, f"the end of frozen box {box.name} took longer than {CREATE_DEADLINE_S:g} s") from None
+        return layer
+
+    async def save(self, snapshot: NamespaceSnapshot, store: str) -> str:
+        """Store what the image does not hold; only layers that the store lacks travel."""
+        machine = snapshot.machine
+        return await saved.save(
+            open_store(store), self._courier(snapshot.spec), [*reversed(snapshot.stack[: machine.num_own(len(snapshot.stack))])],
+            image=snapshot.spec.image, image_digest=machine.digest, spec=snapshot.spec, services=snapshot.services,
+            created=snapshot.created, known=self._known,
+        )  # fmt: skip
+
+    async def restore(self, store: str, digest: str) -> NamespaceSnapshot:
+        blobs = open_store(store)
+        manifest = await saved.load(blobs, digest)
+        machine, image = await self._machine(manifest.spec)
+        if machine.digest != manifest.image_digest:
+            raise ValueError(
+                f"snapshot {digest} lies on image {manifest.image!r} with digest {manifest.image_digest}, this store has {machine.digest}; "
+                "bring the image it was made with"
+            )
+        chain = await saved.restore(blobs, manifest, self._courier(manifest.spec))
+        snapshot = NamespaceSnapshot(self, manifest.spec, machine, (*reversed(chain), *image), manifest.services, created=manifest.created)
+        let_go(chain)  # the snapshot holds them now
+        return snapshot
+
+    def _courier(self, spec: SandboxSpec) -> NamespaceCourier:
+        assert self._zygote is not None
+        return NamespaceCourier(self, disk_bytes=2 * spec.disk_bytes + _COURIER_BYTES, root=not self._zygote.has_one_id)
+
+    def kill(self, slot: int) -> None:
+        if self._zygote is not None:
+            self._zygote.kill(slot)
 
     async def close(self) -> None:
         """Kill every box and the zygote; again is harmless."""
         self._closed = True
         async with self._starting:
-            link, self._link = self._link, None
-        if link is not None:
-            await link.stop()
-            if link.process.returncode:  # killed, so it could not clean up
-                await asyncio.to_thread(cgroups.sweep_all)
+            zygote, self._zygote = self._zygote, None
+        if zygote is not None:
+            await zygote.stop()
+        let_go(layer for _, layer in self._images.values())
+        self._images = {}
 
-    def _box_gone(self, name: str, why: str, ruined: bool) -> None:
-        box = self._boxes.pop(name, None)
-        if box is not None:
-            box.gone(why, ruined=ruined)
+    async def _machine(self, spec: SandboxSpec) -> tuple[Machine, Stack]:
+        """What the spec's image is stacked on: each image is opened once."""
+        zygote = await self._running()
+        if spec.root and zygote.has_one_id:
+            raise ValueError("root=True needs a range of user ids, which this user does not have; run as root")
+        if spec.image == "host":
+            return Machine(), ()
+        if spec.image not in self._images:
+            store = ImageStore(self._image_root)
+            image = store.get(spec.image)
+            layer = Layer(await zygote.open_layer(str(store.rootfs(image))))
+            self._images[spec.image] = (_machine_of(image), layer)
+        machine, layer = self._images[spec.image]
+        return machine, (layer,)
 
-    def _zygote_lost(self) -> None:
-        boxes, self._boxes = self._boxes, {}
-        for box in boxes.values():
-            box.gone("the backend was closed" if self._closed else "the zygote that made it died")
+    def _trust(self, spec: SandboxSpec) -> str:
+        """The certificate authority that a box with intercepted egress believes; one for all, so that forks go on believing it."""
+        if spec.egress is None or not spec.egress.intercept:
+            return ""
+        if self._authority is None:
+            from rollmill.sandbox.egress.authority import Authority
+
+            self._authority = Authority()
+        return self._authority.pem.decode()
+
+    async def _guard(self, box: NamespaceBox, fds: tuple[int, ...]) -> None:
+        from rollmill.sandbox.egress.guard import EgressGuard
+
+        assert box.spec.egress is not None
+        if box.guard is not None:
+            await box.guard.close()
+        box.guard = await EgressGuard.start(box.name, box.spec.egress, fds, authority=self._authority, resolve=self._resolve)
+
+    def _box_gone(self, slot: int, why: str, ruined: bool) -> None:
+        life = self._lives.pop(slot, None)
+        if life is None:
+            self._early[slot] = (why, ruined)
+            while len(self._early) > _MAX_EARLY:
+                self._early.popitem(last=False)
+            return
+        link, ended = life
+        link.gone(why, ruined=ruined)
+        if not ended.done():
+            ended.set_result(None)
+
+    def _zygote_lost(self, why: str) -> None:
+        lives, self._lives = self._lives, {}
+        self._early.clear()
+        for link, ended in lives.values():
+            link.gone("the backend was closed" if self._closed else why)
+            if not ended.done():
+                ended.set_result(None)
 
 
 def _check(spec: SandboxSpec) -> None:
@@ -146,5 +313,16 @@ def _check(spec: SandboxSpec) -> None:
             f"a box of {spec.memory_bytes} bytes of memory and {spec.disk_bytes} of disk is too small to start; "
             f"give at least {_MIN_MEMORY_BYTES} and {_MIN_DISK_BYTES}"
         )
-    if spec.num_processes < 1 or spec.lifetime_s <= 0:
-        raise ValueError(f"num_processes {spec.num_processes} and lifetime_s {spec.lifetime_s} must be positive")
+    if spec.num_processes < 1 or spec.lifetime_s <= 0 or spec.cpus < 0:
+        raise ValueError(
+            f"num_processes {spec.num_processes} and lifetime_s {spec.lifetime_s} must be positive, cpus {spec.cpus} not negative"
+        )
+
+
+def _machine_of(image: Image) -> Machine:
+    names = {"HOME": image.home, "USER": image.user, "LOGNAME": image.user, "SHELL": image.shell, "LANG": "C.UTF-8", "TERM": "dumb"}
+    return Machine(
+        is_host=False, digest=image.digest, user_id=image.uid, group_id=image.gid, home=image.home, workdir=image.workdir,
+        hostname=image.hostname, shell=(image.shell, "-c"), env={"PATH": _PATH, **names, "PWD": image.workdir, **image.env},
+        services=image.services,
+    )  # fmt: skip

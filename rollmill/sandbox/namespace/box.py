@@ -1,213 +1,83 @@
-"""The owner's end of one box: requests out, answers in, time-outs enforced here and not inside.
-
-A box is alive until the zygote says it is gone; every request pending then fails with one reason.
-"""
+"""A box of Linux namespaces: an agent's box that can also be frozen into a layer, go on above it, and be forked."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import json
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollmill.records import Boundary, RunFailure
-from rollmill.sandbox.interface import ExecResult, SandboxSpec
-from rollmill.sandbox.namespace.inside import wire
+from rollmill.sandbox.agent.client import AgentBox
+from rollmill.sandbox.namespace.layers import Layer, Machine, Stack, let_go, use
+from rollmill.sandbox.records import SandboxSpec, Service
 
-Answer = tuple[wire.Header, bytes]
-KILL_GRACE_S = 5.0
-"""How long PID 1 may take to end a command that ran out of time, before the whole box is killed."""
-FILE_DEADLINE_S = 60.0
-MAX_STDIN_BYTES = 16 << 20
-WRITE_CHUNK_BYTES = 4 << 20
-"""A long file travels in pieces, so that PID 1, which lives under the box's memory bound, never holds more."""
-CLOSE_DEADLINE_S = 30.0
+if TYPE_CHECKING:
+    from rollmill.sandbox.egress.guard import EgressGuard
+    from rollmill.sandbox.namespace.backend import NamespaceBackend
+    from rollmill.sandbox.namespace.snapshot import NamespaceSnapshot
 
-
-class BoxRuined(Exception):
-    """The agent's program destroyed its own box. Were that a failure, an agent could escape its grade by doing so: every
-    call turns it into an observation."""
+END_GRACE_S = 2.0
+"""How long processes that are no service may take to end after SIGTERM, before a snapshot kills them."""
 
 
-class NamespaceBox(asyncio.Protocol):
-    """One sandbox; made by `NamespaceBackend.create` only."""
+class NamespaceBox(AgentBox):
+    """One sandbox; made by `NamespaceBackend` only."""
 
-    def __init__(self, name: str, spec: SandboxSpec, kill: Callable[[str], None]) -> None:
-        self.name = name
-        self._spec = spec
-        self._kill = kill
-        self._buffer = bytearray()
-        self._pending: dict[int, asyncio.Future[Answer]] = {}
-        self._next_request = 0
-        self._hung_up = False
-        self._ruined = False
-        self._why: str | None = None
-        self._transport: asyncio.Transport | None = None
-        self._reaped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def __init__(self, name: str, spec: SandboxSpec, backend: NamespaceBackend, machine: Machine, stack: Stack) -> None:
+        super().__init__(name, spec, kill=self._kill_by_zygote)
+        self.shell = machine.shell
+        self.machine = machine
+        self.stack: Stack = use(stack)
+        """What it is stacked on, its own writable layer not counted."""
+        self.guard: EgressGuard | None = None
+        self.slot: int | None = None
+        self.changing = asyncio.Lock()
+        """Held by a snapshot: a second one waits."""
+        self._backend = backend
+        self._closed = False
 
-    # asyncio.Protocol
+    def _kill_by_zygote(self) -> None:
+        if self.slot is not None:
+            self._backend.kill(self.slot)
+        else:
+            self.gone("its owner closed it before it stood")
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+    def hung_up(self) -> None:
+        if self.slot is None:
+            self.gone("it ended before it stood")
 
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        while (frame := wire.take(self._buffer)) is not None:
-            if frame[0]["id"] == wire.LAST_WORDS:
-                self._why = self._why or frame[0]["message"]
-                continue
-            waiting = self._pending.pop(frame[0]["id"], None)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(frame)
+    async def snapshot(self, *, live: bool = False) -> NamespaceSnapshot:
+        return await self._backend.snapshot(self, live=live)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._hung_up = True
-        self._bury()
-
-    # The backend's side
-
-    def gone(self, why: str, *, ruined: bool = False) -> None:
-        """The zygote reaped the box, or died itself and took the box with it; `ruined`: by the agent's own doing."""
-        self._ruined = ruined and self._why is None
-        self._why = self._why or why
-        if not self._reaped.done():
-            self._reaped.set_result(None)
-        self._bury()
-
-    def _bury(self) -> None:
-        # Both news arrive on different sockets; what PID 1 said last must be read before its death is believed.
-        if self._why is None or not self._hung_up:
-            return
-        for waiting in self._pending.values():
-            if not waiting.done():
-                waiting.set_exception(self._failure())
-        self._pending.clear()
-
-    def _failure(self) -> RunFailure | BoxRuined:
-        message = f"box {self.name} is gone: {self._why}"
-        return BoxRuined(message) if self._ruined else RunFailure(Boundary.SANDBOX, message)
-
-    async def install(self, deadline_s: float) -> None:
-        """Wait until PID 1 stands and has written the initial world."""
+    async def fork(self, num: int) -> list[Any]:
+        snapshot = await self.snapshot()
         try:
-            header, _ = await self._within(self._ask({"op": "world", "files": dict(self._spec.files)}), deadline_s, "creating it")
-        except BoxRuined as ruin:  # no agent has run yet
-            raise RunFailure(Boundary.SANDBOX, f"{ruin}; give the box more memory") from None
-        if "errno" in header:
-            raise RunFailure(Boundary.SANDBOX, f"box {self.name} could not be made: {header['message']}")
+            return list(await snapshot.fork(num))
+        finally:
+            await snapshot.close()
 
-    # Sandbox
+    async def quiesce(self) -> tuple[Service, ...]:
+        """End every process, services by their own time; which services there were."""
+        services = tuple(self.services)
+        await self.services.stop()
+        await self.end_all(END_GRACE_S)
+        return services
 
-    @property
-    def alive(self) -> bool:
-        return self._why is None and not self._hung_up
-
-    async def exec(self, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"", max_output_bytes: int = 1 << 16) -> ExecResult:
-        if len(stdin) > MAX_STDIN_BYTES:
-            raise ValueError(f"{len(stdin)} bytes of standard input are more than {MAX_STDIN_BYTES}; write them to a file first")
-        if not argv or any("\0" in word for word in argv):
-            raise ValueError(f"argv {list(argv)!r} must name a program and contain no NUL byte")
-        begun = time.monotonic()
-        try:
-            return await self._exec(list(argv), timeout_s, stdin, max_output_bytes)
-        except BoxRuined as ruin:
-            words = f"{ruin}\n".encode()
-            wall_s = time.monotonic() - begun
-            return ExecResult(exit_code=-9, stdout=words[:max_output_bytes], num_output_bytes=len(words), timed_out=False, wall_s=wall_s)
-
-    async def _exec(self, argv: Sequence[str], timeout_s: float, stdin: bytes, max_output_bytes: int) -> ExecResult:
-        request = self._next_request
-        answer = self._ask({"op": "exec", "argv": argv, "max_output_bytes": max_output_bytes}, stdin)
-        try:
-            async with asyncio.timeout(timeout_s):
-                header, output = await asyncio.shield(answer)
-        except TimeoutError:
-            self._send({"id": request, "op": "kill", "target": request})
-            try:
-                async with asyncio.timeout(KILL_GRACE_S):
-                    header, output = await asyncio.shield(answer)
-            except TimeoutError:
-                await self._end(f"it did not end a command within {KILL_GRACE_S:g} s of its time-out")
-                return ExecResult(exit_code=-9, stdout=b"", num_output_bytes=0, timed_out=True, wall_s=timeout_s + KILL_GRACE_S)
-        except asyncio.CancelledError:
-            if self.alive:
-                self._send({"id": request, "op": "kill", "target": request})
-            raise
-        if "errno" in header:
-            raise RunFailure(Boundary.SANDBOX, f"box {self.name} could not start a command: {header['message']}")
-        return ExecResult(
-            exit_code=header["exit_code"],
-            stdout=output,
-            num_output_bytes=header["num_output_bytes"],
-            timed_out=header["timed_out"],
-            wall_s=header["wall_s"],
-        )
-
-    async def read(self, path: str, *, limit_bytes: int = 1 << 20) -> bytes:
-        return (await self._file(path, {"op": "read", "path": path, "limit": limit_bytes}))[1]
-
-    async def write(self, path: str, data: bytes) -> None:
-        if len(data) > self._spec.disk_bytes:
-            raise OSError(errno.ENOSPC, f"{len(data)} bytes do not fit on a disk of {self._spec.disk_bytes}", path)
-        for start in range(0, len(data) or 1, WRITE_CHUNK_BYTES):
-            chunk = data[start : start + WRITE_CHUNK_BYTES]
-            await self._file(path, {"op": "write", "path": path, "append": start > 0}, chunk)
-
-    async def list(self) -> list[str]:
-        names: list[str] = json.loads((await self._file(".", {"op": "list"}))[1])
-        return names
+    def restack(self, layer: Layer) -> None:
+        self.stack = (layer, *self.stack)
 
     async def close(self) -> None:
-        await self._end("its owner closed it")
-
-    # Inside
-
-    async def _file(self, path: str, header: dict[str, Any], payload: bytes = b"") -> Answer:
+        if self._closed:
+            return
+        self._closed = True
         try:
-            answer = await self._within(self._ask(header, payload), FILE_DEADLINE_S, header["op"])
-        except BoxRuined as ruin:
-            raise OSError(errno.EIO, str(ruin), path) from None
-        if "errno" in answer[0]:
-            raise OSError(answer[0]["errno"], answer[0]["message"], path)
-        return answer
+            if self.link is not None:
+                await super().close()
+        finally:
+            let_go(self.stack)
+            self.stack = ()
+            if self.guard is not None:
+                await self.guard.close()
 
-    async def _within(self, answer: asyncio.Future[Answer], deadline_s: float, what: str) -> Answer:
-        try:
-            async with asyncio.timeout(deadline_s):
-                return await asyncio.shield(answer)
-        except TimeoutError:
-            await self._end(f"{what} took longer than {deadline_s:g} s")
-            raise self._failure() from None
-
-    def _ask(self, header: dict[str, Any], payload: bytes = b"") -> asyncio.Future[Answer]:
-        if not self.alive:
-            self._why = self._why or "its first process ended"
-            raise self._failure()
-        request = self._next_request
-        self._next_request += 1
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        # An answer nobody waits for any more (cancelled, timed out) may still fail: it counts as seen.
-        answer.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._pending[request] = answer
-        self._send({"id": request, **header}, payload)
-        return answer
-
-    def _send(self, header: dict[str, Any], payload: bytes = b"") -> None:
-        assert self._transport is not None
-        self._transport.write(wire.pack(header, payload))
-
-    async def _end(self, why: str) -> None:
-        """Have the zygote kill the box and wait until it is gone; again is harmless."""
-        if self._why is None:
-            self._why = why
-            self._kill(self.name)
-        if self._transport is not None:
-            self._transport.abort()
-        try:
-            async with asyncio.timeout(CLOSE_DEADLINE_S):
-                await asyncio.shield(self._reaped)
-        except TimeoutError:
-            raise RunFailure(Boundary.SANDBOX, f"box {self.name} was still there {CLOSE_DEADLINE_S:g} s after it was killed") from None
+    def check_open(self) -> None:
+        if self._closed:
+            raise RunFailure(Boundary.SANDBOX, f"box {self.name} is gone: its owner closed it")

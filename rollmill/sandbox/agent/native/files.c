@@ -211,12 +211,18 @@ static void add_change(struct changes *c, int is_removed, const char *path) {
     put_text(&c->data, path, strlen(path));
 }
 
-/* A folder that was made here, not merely passed through, is marked opaque by the kernel, or lies in one that is. */
+/* Whether a folder was made here: the kernel notes on those it merely copied up where they came from. */
+static int is_made_here(int fd) {
+    char mark;
+    if (fgetxattr(fd, "user.overlay.opaque", &mark, 1) == 1 && mark == 'y') return 1;
+    return fgetxattr(fd, "user.overlay.origin", NULL, 0) < 0 && errno == ENODATA;
+}
+
 static void walk_layer(struct changes *c, int fd, const char *path, int is_new) {
     DIR *entries = fdopendir(fd);
     if (!entries) { close(fd); return; }
     for (struct dirent *e; (e = readdir(entries)) && c->num < c->most;) {
-        char below[PATH_MAX], mark;
+        char below[PATH_MAX];
         struct stat s;
         if (is_dots(e->d_name) || snprintf(below, sizeof below, "%s/%s", path, e->d_name) >= PATH_MAX) continue;
         if (fstatat(fd, e->d_name, &s, AT_SYMLINK_NOFOLLOW) < 0) continue;
@@ -224,7 +230,7 @@ static void walk_layer(struct changes *c, int fd, const char *path, int is_new) 
         if (!S_ISDIR(s.st_mode)) { add_change(c, 0, below); continue; }
         int inner = openat(fd, e->d_name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
         if (inner < 0) continue;
-        int made = is_new || (fgetxattr(inner, "user.overlay.opaque", &mark, 1) == 1 && mark == 'y');
+        int made = is_new || is_made_here(inner);
         if (made) add_change(c, 0, below);
         walk_layer(c, inner, below, made);
     }

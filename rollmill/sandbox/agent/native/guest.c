@@ -14,6 +14,7 @@
 #include <linux/vm_sockets.h>
 #include <net/if.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -31,10 +32,10 @@
 #define SEED_BYTES 32
 
 static struct {
-    char *hostname, *disk, *root, *workdir, *machine_id;
+    char *hostname, *disk, *root, *workdir, *home, *machine_id;
     unsigned uid, gid, vsock, num_processes;
     char *env[MAX_ENV + 1];
-} conf = {.hostname = "localhost", .disk = "67108864", .root = "/dev/vda", .workdir = "/", .machine_id = ""};
+} conf = {.hostname = "localhost", .disk = "67108864", .root = "/dev/vda", .workdir = "/", .home = "/", .machine_id = ""};
 
 static int agent_fd = -1, hostname_fd = -1, machine_id_fd = -1;
 
@@ -79,6 +80,7 @@ static void read_conf(void) {
         else if (!strcmp(line, "disk_bytes")) conf.disk = value;
         else if (!strcmp(line, "root")) conf.root = value;
         else if (!strcmp(line, "workdir")) conf.workdir = value;
+        else if (!strcmp(line, "home")) conf.home = value;
         else if (!strcmp(line, "uid")) conf.uid = (unsigned)strtoul(value, NULL, 10);
         else if (!strcmp(line, "gid")) conf.gid = (unsigned)strtoul(value, NULL, 10);
         else if (!strcmp(line, "vsock")) conf.vsock = (unsigned)strtoul(value, NULL, 10);
@@ -164,6 +166,12 @@ static void raise_loopback(void) {
     if (fd < 0) return;
     if (ioctl(fd, SIOCSIFFLAGS, &r) < 0) fail("raise the loopback device");
     close(fd);
+}
+
+/* A disk that was packed without root's rights says that root owns everything. */
+static void own_folder(const char *path) {
+    struct stat s;
+    if (conf.uid && path[1] && stat(path, &s) == 0 && s.st_uid == 0 && chown(path, conf.uid, conf.gid) < 0) fail(path);
 }
 
 /* The serial port of this name; its device node appears once its name is known. */
@@ -296,9 +304,16 @@ int guest_main(void) {
     make_links();
     raise_loopback();
     sethostname(conf.hostname, strlen(conf.hostname));
+    own_folder(conf.home);
+    own_folder(conf.workdir);
     must(chdir(conf.workdir), "enter the working directory");
     umask(022);
+    /* No signal may find its way to the warden: the end of a command, taken there, would be lost to the agent. */
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     if (pthread_create(&thread, NULL, warden, &warden_fd) != 0) fail("start the warden");
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
     drop_rights();
     if (!conf.vsock) {
         say_hello();

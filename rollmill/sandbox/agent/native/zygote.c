@@ -39,6 +39,7 @@ static uint32_t num_slots, free_slots, buckets[NUM_BUCKETS], next_serial;
 static uint32_t num_preparing, num_idle, num_failed;
 static double last_taken, not_before;
 static int control_fd, owner_fd, child_fd, news_fd;
+static pid_t opener;
 static uint32_t late[MAX_LATE];
 static size_t num_late;
 static struct buffer gone;
@@ -137,6 +138,7 @@ static void hear_boxes(void) {
 }
 
 static void forget(uint32_t i, int status) {
+    if (slots[i].state != TAKEN) hear_boxes(); /* what a box said before it died must be believed first */
     if (slots[i].state == PREPARING) num_preparing--;
     if (slots[i].state == IDLE) num_idle--;
     if (slots[i].state == TAKEN) {
@@ -155,7 +157,6 @@ static void forget(uint32_t i, int status) {
 static void reap(void) {
     int status;
     pid_t pid;
-    hear_boxes(); /* what a box said before it died must be believed first */
     while ((pid = waitpid(-1, &status, WNOHANG)) > 0) {
         uint32_t i = buckets[(uint32_t)pid % NUM_BUCKETS];
         while (i && slots[i - 1].pid != pid) i = slots[i - 1].next;
@@ -185,6 +186,7 @@ static int obey(void) {
     if (what == ORDER_POOL) s.pool_high = get_u32(&c);
     while (what == ORDER_KILL && c.at < c.end) {
         uint32_t id = get_u32(&c), i = NUMBER(id);
+        if (!c.bad && i < num_slots && slots[i].state != TAKEN) hear_boxes();
         if (c.bad || i >= num_slots || slots[i].id != id || slots[i].state != TAKEN) continue;
         slots[i].is_killed = 1;
         kill(slots[i].pid, SIGKILL);
@@ -193,6 +195,8 @@ static int obey(void) {
 }
 
 static void __attribute__((noreturn)) end_all(int memory_parent, int cpu_parent, const char *own) {
+    kill(opener, SIGKILL);
+    waitpid(opener, NULL, 0);
     for (uint32_t i = 0; i < num_slots; i++) if (slots[i].state != FREE) kill(slots[i].pid, SIGKILL);
     for (uint32_t i = 0; i < num_slots; i++) if (slots[i].state != FREE) { waitpid(slots[i].pid, NULL, 0); remove_group(slots[i].serial); }
     for (int tries = 0; num_late && tries < 200; tries++) { usleep(10000); remove_late(); }
@@ -262,7 +266,7 @@ int zygote_main(int argc, char **argv) {
     s.proc_fd = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (s.is_rootless) become_own_root();
     else if (unshare(CLONE_NEWNS) < 0) broken(errno, "unshare the mount namespace");
-    pid_t opener = fork();
+    opener = fork();
     if (opener < 0) broken(errno, "fork");
     if (opener == 0) open_layers(&s, fds[1]);
     close(fds[1]);

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
 from rollmill.records import Boundary, RunFailure
-from rollmill.sandbox.ns.layers import Machine, Stack, let_go, use
+from rollmill.sandbox.namespace.layers import Machine, Stack, let_go, use
 from rollmill.sandbox.records import SandboxSpec, Service
 
 if TYPE_CHECKING:
     from rollmill.sandbox.interface import Sandbox
-    from rollmill.sandbox.ns.backend import NamespaceBackend
+    from rollmill.sandbox.namespace.backend import NamespaceBackend
 
 
 class NamespaceSnapshot:
     """OPEN -> CLOSED. Forks keep the layers they stand on, so closing it takes nothing from them."""
 
-    def __init__(self, backend: NamespaceBackend, spec: SandboxSpec, machine: Machine, stack: Stack, services: tuple[Service, ...]) -> None:
+    def __init__(
+        self, backend: NamespaceBackend, spec: SandboxSpec, machine: Machine, stack: Stack, services: tuple[Service, ...],
+        *, created: float | None = None,
+    ) -> None:  # fmt: skip
         self.spec, self.machine, self.services = spec, machine, services
+        self.created = time.time() if created is None else created
         self.stack: Stack = use(stack)
         self._backend = backend
         self._closed = False
@@ -30,7 +35,9 @@ class NamespaceSnapshot:
         if self._closed:
             raise RunFailure(Boundary.SANDBOX, "the snapshot is closed")
         limits = self.spec if spec is None else spec
-        made = await asyncio.gather(*(self._backend.stand(limits, self.machine, self.stack, self.services) for _ in range(num)), return_exceptions=True)
+        made = await asyncio.gather(
+            *(self._backend.stand(limits, self.machine, self.stack, self.services) for _ in range(num)), return_exceptions=True
+        )
         failed = next((child for child in made if isinstance(child, BaseException)), None)
         if failed is not None:
             await asyncio.gather(*(child.close() for child in made if not isinstance(child, BaseException)))

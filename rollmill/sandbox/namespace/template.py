@@ -42,7 +42,16 @@ _ETC = {
     "shells": "/bin/sh\n/bin/bash\n",
     "profile": 'if [ "${PS1-}" ] && [ -f /etc/bash.bashrc ]; then . /etc/bash.bashrc; fi\n',
 }
-_COPIED = ("ld.so.cache", "ld.so.conf", "bash.bashrc", "services", "protocols", "debian_version", "ssl/certs/ca-certificates.crt", "inputrc")
+_COPIED = (
+    "ld.so.cache",
+    "ld.so.conf",
+    "bash.bashrc",
+    "services",
+    "protocols",
+    "debian_version",
+    "ssl/certs/ca-certificates.crt",
+    "inputrc",
+)
 _COPIED_FOLDERS = ("ld.so.conf.d", "alternatives", "skel")
 _MAX_COPIED_BYTES = 1 << 20
 
@@ -104,7 +113,13 @@ def host_template() -> Template:
         links=links,
         masks=tuple(sorted(path for path in _installed(base, name) if os.path.isdir(path) and any(_below(path, bind) for bind in binds))),
         files=files,
-        folders={"/root": (0o700, 0), "/opt": (0o755, 0), HOME: (0o755, USER_ID), WORK: (0o755, USER_ID)},
+        # A Python installed below /root must be reachable; what else lies there is not shown.
+        folders={
+            "/root": (0o711 if _below(base, "/root") else 0o700, 0),
+            "/opt": (0o755, 0),
+            HOME: (0o755, USER_ID),
+            WORK: (0o755, USER_ID),
+        },
     )
 
 

@@ -10,8 +10,8 @@ from enum import IntFlag
 import msgspec
 
 from rollmill.sandbox.agent import wire
-from rollmill.sandbox.ns import template
-from rollmill.sandbox.records import SandboxSpec
+from rollmill.sandbox.namespace import template
+from rollmill.sandbox.records import SandboxSpec, Service
 
 _ORDER = struct.Struct("<IIIIIQQdHHHH")
 MAX_PORTS = 32
@@ -56,6 +56,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """What a box is stacked on and who lives in it: the host's image, or one from the store."""
 
     is_host: bool = True
+    digest: str = ""
+    """The image's; empty for the host's."""
     user_id: int = template.USER_ID
     group_id: int = template.USER_ID
     home: str = template.HOME
@@ -63,6 +65,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     hostname: str = template.HOSTNAME
     shell: tuple[str, ...] = ("/bin/bash", "-c")
     env: Mapping[str, str] = msgspec.field(default_factory=lambda: template.ENVIRON)
+    services: tuple[Service, ...] = ()
+
+    def num_own(self, num_layers: int) -> int:
+        """How many layers of a stack are not the image's."""
+        return num_layers if self.is_host else num_layers - 1
 
 
 class OrderFlag(IntFlag):

@@ -18,8 +18,8 @@ from pathlib import Path
 from rollmill.records import Boundary, RunFailure
 from rollmill.sandbox.agent import native, wire
 from rollmill.sandbox.agent.native import build
-from rollmill.sandbox.ns import explain, filter, groups
-from rollmill.sandbox.ns.template import host_template
+from rollmill.sandbox.namespace import explain, filter, groups
+from rollmill.sandbox.namespace.template import host_template
 
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 60.0
@@ -66,12 +66,13 @@ def environment() -> dict[str, str]:
 
 
 class Zygote:
-    """A running zygote. `on_gone(box id, why, ruined)` is called for each box that ended, `on_lost(why)` once when the zygote itself did."""
+    """A running zygote. `on_gone(box id, why, ruined)` is called for each box that ended, `on_lost(why)` once when it ended itself."""
 
     def __init__(self, process: asyncio.subprocess.Process, control: socket.socket, orders: socket.socket, opener: socket.socket) -> None:
         self.process = process
         self.facts: dict[str, str] = {}
         self.is_rootless = False
+        self.has_one_id = False
         self.lost = False
         self._groups = groups.Groups(version=0)
         self._control, self._orders, self._opener = control, orders, opener
@@ -83,7 +84,7 @@ class Zygote:
     @classmethod
     async def start(cls, *, pool: int, on_gone: Gone, on_lost: Callable[[str], None]) -> Zygote:
         program = await asyncio.to_thread(build.binary)
-        plan_fd, rootless, made = await asyncio.to_thread(_write_plan, pool)
+        plan_fd, rootless, made, num_ids = await asyncio.to_thread(_write_plan, pool)
         ours, theirs = zip(*(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)), strict=True)
         owner_fd = os.pidfd_open(os.getpid())
         try:
@@ -104,6 +105,7 @@ class Zygote:
             end.setblocking(False)
         zygote = cls(process, *ours)
         zygote.is_rootless, zygote._groups = rootless, made
+        zygote.has_one_id = num_ids == 1
         zygote._on_gone, zygote._on_lost = on_gone, on_lost
         try:
             async with asyncio.timeout(START_DEADLINE_S):
@@ -125,7 +127,7 @@ class Zygote:
         return zygote
 
     def order(self, message: bytes, fds: Sequence[int], passed: socket.socket) -> None:
-        """Order a box, now or as soon as the socket takes it; the passed socket goes first among the descriptors and is closed here once sent."""
+        """Order a box, now or as soon as the socket takes it; the passed socket is the first descriptor and is closed here once sent."""
         if self.lost:
             passed.close()
             return
@@ -226,7 +228,7 @@ class Zygote:
         self._unsent.clear()
 
 
-def _write_plan(pool: int) -> tuple[int, bool, groups.Groups]:
+def _write_plan(pool: int) -> tuple[int, bool, groups.Groups, int]:
     rootless = is_rootless()
     made = groups.open_groups()
     cores = os.cpu_count() or 1
@@ -242,7 +244,7 @@ def _write_plan(pool: int) -> tuple[int, bool, groups.Groups]:
     view = memoryview(plan)
     while view:
         view = view[os.write(fd, view) :]
-    return fd, rootless, made
+    return fd, rootless, made, num_ids
 
 
 def _parse_hello(message: bytes, rootless: bool) -> str:
