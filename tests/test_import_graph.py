@@ -21,7 +21,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ops": ("records", "weights.quant"),
     "model": ("records", "ops"),
     "sandbox": ("records",),
-    "tasks": ("records",),
+    "tasks": ("records", "sandbox.interface", "sandbox.records"),
     "engine": ("records", "ops", "model", "weights"),
     "adapters": ("records", "weights", "model.route_record", "engine.protocol", "engine.client"),
     "gateway": ("records", "telemetry", "model.tokenizer", "model.route_record", "engine.protocol", "engine.client"),

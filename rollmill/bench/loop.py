@@ -140,6 +140,7 @@ async def success_of(config: RunConfig, run_dir: Path, version: int, num_heldout
     r, family = config.rollout, open_family(config.tasks.family)
     limits = msgspec.structs.replace(limits_of(config), tool_latency_s=(0.0, 0.0))
     source = TaskSource(family, split="heldout", seed=config.run.seed, kinds=config.tasks.kinds, levels=config.tasks.levels)
+    runner = EpisodeRunner(family, gateway, sandboxes, limits, waits)
     try:
         with Ledger.create_or_open(run_dir / "after", Role.ROLLOUT) as ledger:
             label = f"v{version}"
@@ -147,7 +148,7 @@ async def success_of(config: RunConfig, run_dir: Path, version: int, num_heldout
                 label,
                 ledger=ledger,
                 source=source,
-                runner=EpisodeRunner(family, gateway, sandboxes, limits, waits),
+                runner=runner,
                 num_tasks=num_heldout,
                 num_at_once=64,
                 seed=config.run.seed,
@@ -158,6 +159,7 @@ async def success_of(config: RunConfig, run_dir: Path, version: int, num_heldout
             return ledger.eval_summary(label)[0].mean_success
     finally:
         await gateway.close()
+        await runner.close()
         await sandboxes.close()
         engine.cancel()
         await asyncio.wait([engine], timeout=10.0)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from rollmill.config import ConfigError, RunConfig
 from rollmill.model import Tokenizer, check_model
-from rollmill.sandbox import open_backend
-from rollmill.sandbox.namespace import NamespaceBackend
+from rollmill.sandbox import backend_class
 from rollmill.tasks import TaskSource, open_family
 
 
@@ -28,5 +27,5 @@ def check_inputs(config: RunConfig) -> None:
     source = TaskSource(open_family(config.tasks.family), split="train", seed=0, kinds=config.tasks.kinds, levels=config.tasks.levels)
     for level in config.tasks.levels:
         source.family.make(kind=source.kinds[0], level=level, seed=0, split="train")
-    if isinstance(open_backend(config.rollout.sandbox), NamespaceBackend) and (why := NamespaceBackend.probe()):
+    if why := backend_class(config.rollout.sandbox).probe():
         raise ConfigError(f"rollout.sandbox = {config.rollout.sandbox!r} does not work on this machine: {why}")

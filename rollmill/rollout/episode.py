@@ -8,12 +8,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import msgspec
 
 from rollmill.gateway import Gateway, Session
 from rollmill.harness import Limits, run_agent
 from rollmill.records import Boundary, Grade, RunFailure, Task, Trace
+from rollmill.rollout.worlds import Worlds
 from rollmill.sandbox import Sandbox, SandboxBackend, SandboxSpec
 from rollmill.tasks import TaskFamily
 from rollmill.telemetry import Waits
@@ -32,13 +34,19 @@ class EpisodeRunner:
 
     def __init__(self, family: TaskFamily, gateway: Gateway, sandboxes: SandboxBackend, limits: Limits, waits: Waits) -> None:
         self._family, self._gateway, self._sandboxes, self._limits, self._waits = family, gateway, sandboxes, limits, waits
+        self._worlds = Worlds(family, sandboxes)
+
+    async def close(self) -> None:
+        """Let go of the states that attempts start from; the backend is its owner's to close."""
+        await self._worlds.close()
 
     def open_session(self, key: str, *, seed: int, temperature: float, min_version: int | None) -> Session:
         return self._gateway.open_session(key, seed=seed, temperature=temperature, min_version=min_version)
 
     async def run(self, task: Task, episode_id: str, session: Session, *, seed: int, deadline: float) -> Finished:
         started = time.monotonic()
-        box = await self._create(SandboxSpec(files=task.files, lifetime_s=max(1.0, deadline - started + 60.0)), deadline)
+        with self._waiting(deadline):
+            box = await self._worlds.box(task, lifetime_s=max(1.0, deadline - started + 60.0))
         ready = time.monotonic()
         try:
             rng = random.Random(f"{seed}/{episode_id}")
@@ -54,9 +62,8 @@ class EpisodeRunner:
         )
         return Finished(grade=grade, trace=trace)
 
-    async def _create(self, spec: SandboxSpec, deadline: float) -> Sandbox:
-        with self._waits.of("sandbox", owner="sandbox backend", deadline_s=max(0.0, deadline - time.monotonic())):
-            return await self._sandboxes.create(spec)
+    def _waiting(self, deadline: float) -> AbstractContextManager[object]:
+        return self._waits.of("sandbox", owner="sandbox backend", deadline_s=max(0.0, deadline - time.monotonic()))
 
     async def _collect(self, box: Sandbox) -> dict[str, str]:
         """The files the agent left; oversized or unreadable ones count as absent, which is the agent's own doing."""
@@ -73,7 +80,8 @@ class EpisodeRunner:
 
     async def _grade(self, task: Task, files: Mapping[str, str], deadline: float) -> Grade:
         async def probe(probe_files: Mapping[str, str], argv: Sequence[str]) -> str:
-            box = await self._create(SandboxSpec(files=dict(probe_files), lifetime_s=PROBE_S + 30.0), deadline)
+            with self._waiting(deadline):
+                box = await self._sandboxes.create(SandboxSpec(files=dict(probe_files), lifetime_s=PROBE_S + 30.0))
             try:
                 result = await box.exec(argv, timeout_s=PROBE_S)
             finally:

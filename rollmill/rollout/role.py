@@ -38,18 +38,21 @@ async def run_rollout(
     async def judge(label: str, version: int) -> None:
         # Without the benchmark's artificial latency: it would change nothing but the wait.
         quick = EpisodeRunner(family, gateway, sandboxes, _without_latency(limits), waits)
-        await evaluate(
-            label,
-            ledger=ledger,
-            source=heldout,
-            runner=quick,
-            num_tasks=config.tasks.num_heldout,
-            num_at_once=r.max_running,
-            seed=seed,
-            temperature=r.temperature,
-            min_version=version,
-            episode_s=r.episode_s,
-        )
+        try:
+            await evaluate(
+                label,
+                ledger=ledger,
+                source=heldout,
+                runner=quick,
+                num_tasks=config.tasks.num_heldout,
+                num_at_once=r.max_running,
+                seed=seed,
+                temperature=r.temperature,
+                min_version=version,
+                episode_s=r.episode_s,
+            )
+        finally:
+            await quick.close()
 
     try:
         first = await _first_version(ledger, waits, should_stop)
@@ -63,6 +66,7 @@ async def run_rollout(
             await judge("after", progress.version)
     finally:
         await gateway.close()
+        await runner.close()
         await sandboxes.close()
 
 

@@ -20,8 +20,8 @@ from rollmill.sandbox.records import (
 )
 
 __all__ = [
-    "BACKENDS", "Allow", "Capabilities", "Change", "ChangeKind", "Chunk", "Egress", "ExecResult", "FileKind", "FileStat", "Process", "Sandbox",
-    "SandboxBackend", "SandboxSpec", "Service", "Snapshot", "backend_class", "open_backend",
+    "BACKENDS", "Allow", "Capabilities", "Change", "ChangeKind", "Chunk", "Egress", "ExecResult", "FileKind", "FileStat", "Process",
+    "Sandbox", "SandboxBackend", "SandboxSpec", "Service", "Snapshot", "backend_class", "open_backend",
 ]  # fmt: skip
 
 BACKENDS = {

@@ -128,6 +128,9 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     kind: ChangeKind
 
 
+Changes = list[Change]
+
+
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of a running command's output."""
 

@@ -1,6 +1,6 @@
 """Tasks: families that generate and grade them, and streams of them."""
 
-from rollmill.tasks.family import Probe, TaskFamily, open_family
+from rollmill.tasks.family import FamilyWithMachine, Probe, TaskFamily, machine_of, open_family, set_up
 from rollmill.tasks.source import TaskSource
 
-__all__ = ["Probe", "TaskFamily", "TaskSource", "open_family"]
+__all__ = ["FamilyWithMachine", "Probe", "TaskFamily", "TaskSource", "machine_of", "open_family", "set_up"]

@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from rollmill.records import Grade, Task
+from rollmill.sandbox.interface import Sandbox
+from rollmill.sandbox.records import SandboxSpec
 
 Probe = Callable[[Mapping[str, str], Sequence[str]], Awaitable[str]]
 """Runs argv in a fresh box that holds these files; returns what it printed (empty when it failed)."""
@@ -29,6 +31,30 @@ class TaskFamily(Protocol):
     async def grade(self, task: Task, files: Mapping[str, str], probe: Probe) -> Grade:
         """Judge the files the agent left in its working directory."""
         ...
+
+
+class FamilyWithMachine(TaskFamily, Protocol):
+    """A family whose tasks need more than files: an image, services, a set-up. Both methods are optional."""
+
+    def machine(self, task: Task) -> SandboxSpec:
+        """What the box of this task looks like; its lifetime is the episode's."""
+        ...
+
+    async def setup(self, task: Task, box: Sandbox) -> None:
+        """Bring a fresh box into the state the agent finds. Runs once per task; every attempt starts from a fork of the result."""
+        ...
+
+
+def machine_of(family: TaskFamily, task: Task) -> SandboxSpec:
+    describe = getattr(family, "machine", None)
+    spec: SandboxSpec = SandboxSpec(files=task.files) if describe is None else describe(task)
+    return spec
+
+
+async def set_up(family: TaskFamily, task: Task, box: Sandbox) -> None:
+    prepare = getattr(family, "setup", None)
+    if prepare is not None:
+        await prepare(task, box)
 
 
 def open_family(name: str) -> TaskFamily:

@@ -18,7 +18,7 @@ from rollmill.rollout import episode as episode_module
 from rollmill.rollout import evaluation
 from rollmill.rollout.episode import EpisodeRunner, Finished
 from rollmill.rollout.evaluation import evaluate
-from rollmill.sandbox import ExecResult, SandboxSpec
+from rollmill.sandbox import Capabilities, ExecResult, SandboxSpec
 from rollmill.tasks import Probe, TaskSource, open_family
 from rollmill.telemetry import Waits
 
@@ -43,8 +43,13 @@ class FakeBox:
 
 
 class FakeBackend:
+    """Makes boxes and cannot fork them."""
+
     def __init__(self) -> None:
         self.boxes: list[FakeBox] = []
+
+    async def capabilities(self) -> Capabilities:
+        return Capabilities(backend="fake", isolation="none", fork=False)
 
     async def create(self, spec: SandboxSpec) -> FakeBox:
         self.boxes.append(FakeBox(spec.files))

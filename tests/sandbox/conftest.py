@@ -42,13 +42,16 @@ async def first_process(box) -> int:
     """The host's number of the box's PID 1: the parent of a process that carries a name nobody else has."""
     mark = uuid.uuid4().hex
     process = await box.start(["sh", "-c", f"sleep 1000; : {mark}"])
+    deadline = time.monotonic() + DEADLINE_S
     try:
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and mark in (entry / "cmdline").read_text():
-                    return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
+        while time.monotonic() < deadline:
+            for entry in Path("/proc").iterdir():
+                try:
+                    if entry.name.isdigit() and mark.encode() in (entry / "cmdline").read_bytes():
+                        return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                except OSError:
+                    continue
+            await asyncio.sleep(0.01)
         raise AssertionError("the box has no process on this host")
     finally:
         await process.kill()

@@ -128,6 +128,8 @@ class NamespaceBackend:
             if self._closed:
                 raise RunFailure(Boundary.SANDBOX, "the backend is closed")
             if self._zygote is None or self._zygote.lost:
+                if self._zygote is not None:
+                    await self._zygote.stop()
                 self._zygote = await Zygote.start(pool=self._num_prepared, on_gone=self._box_gone, on_lost=self._zygote_lost)
             return self._zygote
 

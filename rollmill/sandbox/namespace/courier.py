@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TYPE_CHECKING
 
 from rollmill.records import Boundary, RunFailure
@@ -25,7 +25,7 @@ class NamespaceCourier:
         # Memory counts the pages of the disk as well as those of tar.
         self._spec = SandboxSpec(root=root, disk_bytes=disk_bytes, lifetime_s=LIFETIME_S, memory_bytes=256 << 20)
 
-    async def pack(self, layer: Layer) -> AsyncIterator[bytes]:
+    async def pack(self, layer: Layer) -> AsyncGenerator[bytes, None]:
         box = await self._backend.stand(self._spec, Machine(), (), (), views=(layer,))
         try:
             program = await box.start([word.format(folder="/mnt/view/0") for word in PACK])

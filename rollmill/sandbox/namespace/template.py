@@ -98,8 +98,8 @@ def host_template() -> Template:
     for path in _COPIED:
         _copy(f"/etc/{path}", files, links)
     for folder in _COPIED_FOLDERS:
-        for path in sorted(Path("/etc", folder).glob("*")) + sorted(Path("/etc", folder).glob(".[!.]*")):
-            _copy(str(path), files, links)
+        for found in sorted([*Path("/etc", folder).glob("*"), *Path("/etc", folder).glob(".[!.]*")]):
+            _copy(str(found), files, links)
     if os.path.exists("/usr/lib/os-release"):
         links["/etc/os-release"] = "../usr/lib/os-release"
     if os.path.islink("/etc/localtime"):

@@ -164,7 +164,7 @@ class Zygote:
         return fds[0]
 
     async def stop(self) -> None:
-        """Hang up: the zygote kills every box, cleans up and ends."""
+        """Hang up: the zygote kills every box, cleans up and ends; one that was killed is cleaned up after."""
         self._lose("the backend was closed")
         try:
             async with asyncio.timeout(STOP_DEADLINE_S):
