@@ -12,6 +12,7 @@ import typer
 
 from rollmill.model.commands import import_model
 from rollmill.numerics.commands import numerics_app
+from rollmill.sandbox.commands import sandbox_app
 from rollmill.weights.commands import weights_app
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Train LLM agents by asynchronous RL.")
@@ -20,6 +21,7 @@ model_app = typer.Typer(no_args_is_help=True, help="Make and inspect models.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure, beside a peer, in one run.")
 app.add_typer(bench_app, name="bench")
 app.add_typer(weights_app, name="weights")
+app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(tasks_app, name="tasks")
 app.add_typer(model_app, name="model")
 app.add_typer(numerics_app, name="numerics")
@@ -304,6 +306,37 @@ def weights_bench(
     from rollmill.bench.weights import bench_command
 
     typer.echo(bench_command(old, new, as_json=json_, repeats=repeats, threads=threads, between=between or ()))
+
+
+@sandbox_app.command("bench")
+def sandbox_bench(
+    peers: Annotated[Path | None, typer.Option(help="folder that scripts/setup_peers.sh filled; else what is on the path")] = None,
+    backend: Annotated[str, typer.Option(help="which of our own is measured")] = "namespace",
+    quick: Annotated[bool, typer.Option("--quick", help="one short round: does everything run?")] = False,
+    big: Annotated[bool, typer.Option("--big", help="also hold 5,000 boxes at once")] = False,
+    json_: AsJson = False,
+) -> None:
+    """Starts, commands, forks, bursts and memory of boxes beside other sandboxes, in turns in one run."""
+    import msgspec
+
+    from rollmill.bench.report import show as show_result
+    from rollmill.bench.report import typed_command
+    from rollmill.bench.sandbox import QUICK, Sizes, bench_sandbox
+
+    sizes = msgspec.structs.replace(QUICK if quick else Sizes(), num_big=5000 if big else 0)
+    show_result(bench_sandbox(command=typed_command(), backend=backend, peers=peers, sizes=sizes), as_json=json_)
+
+
+@app.command()
+def doctor(
+    backend: Annotated[str, typer.Option(help="whose boxes must work for status 0")] = "namespace",
+    json_: AsJson = False,
+) -> None:
+    """Say what works on this machine and what to install, one line each; exit status 1 when no boxes can be made."""
+    from rollmill.sandbox.checks import all_checks
+    from rollmill.sandbox.doctor import report, run_checks
+
+    raise typer.Exit(report(run_checks(all_checks(backend)), decisive=f"{backend} boxes", as_json=json_))
 
 
 @tasks_app.command("show")

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from rollmill import __version__
 
-PACKAGES = ("numpy", "numba", "triton", "transformers")
+PACKAGES = ("torch", "numpy", "numba", "triton", "transformers")
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -36,7 +35,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def result(command: str, rows: Sequence[Row], **facts: Any) -> dict[str, Any]:
     """One JSON object: rows, plus everything needed to judge and repeat them."""
-    versions = {"rollmill": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    # Not imported here: what did not load torch measured nothing that it computes, and need not have it.
+    torch = sys.modules.get("torch")
+    versions = {"rollmill": __version__, "python": platform.python_version()}
     return {
         "command": command,
         "rows": [msgspec.to_builtins(row) for row in rows],
@@ -45,7 +46,7 @@ def result(command: str, rows: Sequence[Row], **facts: Any) -> dict[str, Any]:
             "machine": platform.machine(),
             "cpu": cpu_name(),
             "num_cores": os.cpu_count(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "gpu": torch.cuda.get_device_name() if torch and torch.cuda.is_available() else None,
             "load_average": os.getloadavg()[0],
         },
         **facts,
