@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+VM := $(or $(ROLLMILL_HOME),$(HOME)/.cache/rollmill)/vm
+PEERS := .peers
 SEED ?= 0
 RUN ?= runs/demo-$(SEED)
 
-.PHONY: demo test setup setup-vllm test-vllm model test-slow bench-loop clean
+.PHONY: demo test setup setup-vllm test-vllm setup-vm test-vm setup-peers bench-sandbox model test-slow bench-loop clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +16,8 @@ help:
 	@echo "make test            set up, then lint, type-check and test"
 	@echo "make test-slow       the long tests: ten thousand versions of weights over a store that fails, a training run through a bucket (some minutes)"
 	@echo "make test-vllm       the adapter against a real vLLM on this CPU, in an environment of its own (some minutes)"
+	@echo "make test-vm         the microvm sandbox in real virtual machines, with QEMU from the distribution's packages (some minutes)"
+	@echo "make bench-sandbox   sandboxes beside bubblewrap, crun, runsc, sandlock and SWE-ReX in one run"
 	@echo "make model           make models/demo again (DEVICE=cuda: under ten minutes; two CPU cores: about seven hours)"
 	@echo "make bench-loop      sync against async on the same tasks with slow tools"
 
@@ -49,6 +53,23 @@ setup-vllm: $(VLLM)/.stamp
 test-vllm: setup setup-vllm
 	@$(BIN)/python -m pytest -m vllm tests/adapters
 
+$(VM)/base.json: scripts/setup_vm.sh
+	@PYTHON=$(CURDIR)/$(BIN)/python scripts/setup_vm.sh $(VM)
+
+setup-vm: setup $(VM)/base.json
+
+test-vm: setup-vm
+	@$(BIN)/python -m pytest -m vm tests/sandbox
+
+$(PEERS)/.stamp: scripts/setup_peers.sh
+	@PYTHON=$(PYTHON) scripts/setup_peers.sh $(PEERS)
+	@touch $@
+
+setup-peers: $(PEERS)/.stamp
+
+bench-sandbox: setup setup-peers
+	@$(BIN)/rollmill sandbox bench --peers $(PEERS)
+
 test-slow: setup
 	@$(BIN)/python -m pytest -m slow -s
 
@@ -59,4 +80,4 @@ bench-loop: setup
 	@$(BIN)/rollmill bench loop
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info

@@ -151,7 +151,7 @@ class Bench:
 
         def ask(contender: Contender, peer: str) -> dict[str, Any]:
             if peer not in slow:
-                found = self._hold(contender, peer, num, **({"state": state} if state else {}))
+                found = self._hold(contender, peer, num, state=state)
                 if peer == OURS or found["seconds"] <= SLOW_S:
                     return found
                 slow[peer] = found
@@ -162,14 +162,14 @@ class Bench:
         values = {peer: factor * statistics.median(a["seconds"] for a in answers) for peer, answers in found.items()}
         self._tell(name, unit, values, why, notes=dict.fromkeys(slow, "one round"))
 
-    def _hold(self, contender: Contender, peer: str, num: int, *, settle_s: float = 0.0, **options: Any) -> dict[str, Any]:
+    def _hold(self, contender: Contender, peer: str, num: int, *, settle_s: float = 0.0, state: str = "") -> dict[str, Any]:
         """So many boxes alive at once, and what they use; they are gone afterwards."""
         if peer != OURS and num >= self._too_many.get(peer, num + 1):
             raise PeerFailed(f"not tried: {self._too_many[peer]} were too many already")
         time.sleep(settle_s)
         before = available_bytes()
         try:
-            found = contender.ask("hold", num=num, limit_s=HOLD_S, **options)
+            found = contender.ask("hold", num=num, limit_s=HOLD_S, state=state)
             time.sleep(settle_s)
             return {**found, "used": before - available_bytes()}
         except PeerFailed:

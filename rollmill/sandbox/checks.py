@@ -268,7 +268,7 @@ def _probed(backend: str) -> Finding:
     """A backend's own word; asked only of those that start nothing to find out."""
     from rollmill.sandbox import open_backend
 
-    why: str | None = open_backend(backend).probe()  # type: ignore[attr-defined]
+    why: str | None = open_backend(backend).probe()
     if why is None:
         return ok(backend, "boxes can be made")
     said, _, fix = why.partition("; ")

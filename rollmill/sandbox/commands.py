@@ -80,8 +80,8 @@ async def _run(backend_name: str, spec: SandboxSpec, argv: list[str], world: Wor
         else:
             try:
                 process = await box.start(argv)
-            except (FileNotFoundError, PermissionError) as error:
-                print(f"rollmill: {argv[0]}: {error.strerror}", file=sys.stderr)
+            except OSError as error:
+                print(f"rollmill: {error.strerror or error}", file=sys.stderr)
                 return 127 if isinstance(error, FileNotFoundError) else 126
         status = await attach(process, timeout_s=timeout_s, is_terminal=is_terminal)
         if status == TIMED_OUT:

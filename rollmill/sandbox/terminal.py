@@ -63,6 +63,12 @@ async def attach(process: Process, *, timeout_s: float, is_terminal: bool = Fals
             await process.kill()
             await process.wait(timeout_s=END_S)
             return TIMED_OUT
+        except BrokenPipeError:
+            # Whoever read our output is gone, as in `... | head`.
+            await process.kill()
+            # Nothing is flushed into the closed pipe at exit.
+            sys.stdout = None
+            return 128 + signal.SIGPIPE
         return status_of(await process.wait(timeout_s=END_S))
 
 

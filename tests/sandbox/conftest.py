@@ -68,9 +68,14 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+async def until(is_so: Callable[[], bool]) -> None:
+    """Until something that nobody announces is so."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline, "it never came to be so"
+        await asyncio.sleep(0.01)
+
+
 async def settled(backend, *, num_boxes: int) -> None:
     """Until the zygote has no processes but the one that opens layers, those it keeps prepared, and the boxes."""
-    deadline = time.monotonic() + DEADLINE_S
-    while len(descendants(backend.zygote_pid)) > 1 + NUM_PREPARED + num_boxes:
-        assert time.monotonic() < deadline, "processes of boxes that are gone are still there"
-        await asyncio.sleep(0.01)
+    await until(lambda: len(descendants(backend.zygote_pid)) <= 1 + NUM_PREPARED + num_boxes)

@@ -24,7 +24,15 @@ def test_host_files_are_invisible(play, tmp_path):
 
     async def scene(backend):
         box = await backend.create(SandboxSpec())
-        for path in (secret, repository, Path("/etc/shadow"), Path("/sys/kernel"), Path("/dev/mem"), Path("/root/.ssh"), Path("/var/log/dpkg.log")):
+        for path in (
+            secret,
+            repository,
+            Path("/etc/shadow"),
+            Path("/sys/kernel"),
+            Path("/dev/mem"),
+            Path("/root/.ssh"),
+            Path("/var/log/dpkg.log"),
+        ):
             assert (await _shell(box, f"ls {path}"))[0] != 0, path
         assert (await _shell(box, "ls -A /home /tmp /run /dev/shm"))[1].split() == ["/dev/shm:", "/home:", "dev", "/run:", "/tmp:"]
         code, text = await _shell(box, "python3 -c 'import msgspec'")

@@ -5,6 +5,7 @@ The engine then removes the container. Knows no other box.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 
@@ -29,12 +30,15 @@ class ContainerBox(HeldBox):
     """Made by `ContainerBackend` only; `commit` keeps the container's files."""
 
     def __init__(
-        self, name: str, spec: SandboxSpec, engine: Tool, commit: Commit, *, shell: tuple[str, ...], on_end: Callable[[HeldBox], None]
-    ) -> None:
+        self, name: str, spec: SandboxSpec, engine: Tool, commit: Commit,
+        *, workdir: str, shell: tuple[str, ...], on_end: Callable[[HeldBox], None],
+    ) -> None:  # fmt: skip
         super().__init__(name, spec, shell=shell, on_end=on_end)
+        self.workdir = workdir
         self._engine = engine
         self._commit = commit
         self._is_paused = False
+        self._changing = asyncio.Lock()
 
     async def diff(self) -> list[Change]:
         self.check_alive()
@@ -52,18 +56,19 @@ class ContainerBox(HeldBox):
     async def snapshot(self, *, live: bool = False) -> Snapshot:
         if live:
             raise ValueError("containers give no live snapshot: an engine keeps files, not processes; leave `live` out")
-        self.check_alive()
-        services = tuple(self.services)
-        await self.services.stop()
-        await self.end_all(END_GRACE_S)
-        taken = await self._commit(self, services)
-        try:
-            for service in services:
-                await self.serve(service)
-        except BaseException:
-            await taken.close()
-            raise
-        return taken
+        async with self._changing:
+            self.check_alive()
+            services = tuple(self.services)
+            await self.services.stop()
+            await self.end_all(END_GRACE_S)
+            taken = await self._commit(self, services)
+            try:
+                for service in services:
+                    await self.serve(service)
+            except BaseException:
+                await asyncio.shield(taken.close())
+                raise
+            return taken
 
     async def fork(self, num: int) -> list[Sandbox]:
         snapshot = await self.snapshot()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rollmill.records import Boundary, RunFailure
+from rollmill.sandbox.container.group import all_or_none
 from rollmill.sandbox.container.tool import Tool
 from rollmill.sandbox.interface import Sandbox
 from rollmill.sandbox.records import SandboxSpec, Service
 from rollmill.sandbox.snapshots.store import open_store
 
 if TYPE_CHECKING:
+    from rollmill.sandbox.container.box import ContainerBox
     from rollmill.sandbox.container.backend import ContainerBackend
 
 REPOSITORY = "localhost/rollmill-snapshot"
@@ -52,16 +55,14 @@ class ContainerSnapshot:
             raise RunFailure(Boundary.SANDBOX, f"snapshot {self.reference} was closed")
         if num < 1:
             raise ValueError(f"a fork of {num} boxes has none; ask for at least 1")
-        self._num_users += num
-        made = await asyncio.gather(
-            *(self._backend.make(spec or self._spec, self.reference, self._services, self) for _ in range(num)), return_exceptions=True
-        )
-        boxes = [box for box in made if not isinstance(box, BaseException)]
-        failures = [failure for failure in made if isinstance(failure, BaseException)]
-        if failures:
-            await asyncio.gather(*(box.close() for box in boxes))
-            raise failures[0]
-        return list(boxes)
+        self.hold()
+        try:
+            return list(await all_or_none([self._make(spec or self._spec) for _ in range(num)]))
+        finally:
+            self.release()
+
+    async def _make(self, spec: SandboxSpec) -> ContainerBox:
+        return await self._backend.make(spec, self.reference, self._services, self)
 
     async def save(self, store: str) -> str:
         """The engine's own archive of the image, whole with its base, so that it can be loaded where nothing of it is."""
@@ -79,8 +80,12 @@ class ContainerSnapshot:
         if self._removing is not None:
             await asyncio.shield(self._removing)
 
+    def hold(self) -> None:
+        """Somebody stands on it."""
+        self._num_users += 1
+
     def release(self) -> None:
-        """One of its children ended."""
+        """One of those ended."""
         self._num_users -= 1
         if self._is_closed:
             self._remove_when_unused()
@@ -91,7 +96,8 @@ class ContainerSnapshot:
 
     async def _remove(self) -> None:
         self._backend.forget_snapshot(self)
-        await self._backend.engine.run("rmi", self.reference, deadline_s=ENGINE_DEADLINE_S)
+        with contextlib.suppress(RunFailure):  # the engine may still count a container that has just ended: the next owner sweeps it
+            await self._backend.engine.run("rmi", self.reference, deadline_s=ENGINE_DEADLINE_S)
 
 
 async def load(engine: Tool, store: str, digest: str, reference: str) -> SavedContainer:

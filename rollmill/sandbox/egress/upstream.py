@@ -55,6 +55,7 @@ class Upstream:
         if self._tls is None:
             self._tls = ssl.create_default_context()
             self._tls.set_alpn_protocols(["http/1.1"])
+            self._tls.options |= ssl.OP_NO_RENEGOTIATION
         return self._tls
 
     async def connect(self, host: str, port: int, *, tls: bool = False) -> Channel:

@@ -24,6 +24,9 @@ CREATE_DEADLINE_S = 600.0
 """Providers admit a few creations per second; a burst of hundreds waits here."""
 DAEMON_PORT = 49983
 _NUM_CREATING = 16
+_NO_AGENT = (
+    "the box agent could not be built, and a hosted sandbox needs it; install a C compiler (Debian: `apt-get install gcc libc6-dev`)"
+)
 
 
 class HostedBackend:
@@ -55,13 +58,12 @@ class HostedBackend:
         self._boxes: set[HostedBox] = set()
         self._snapshots: set[HostedSnapshot] = set()
 
-    def probe(self) -> str | None:
-        """None when boxes may be asked for, else one sentence that says what is missing."""
-        if not self._key:
-            return "no key for a sandbox provider: set E2B_API_KEY"
-        if binary() is None:
-            return "the box agent could not be built, and a hosted sandbox needs it; install a C compiler"
-        return None
+    @staticmethod
+    def probe(*, api_key: str = "") -> str | None:
+        """None when boxes may be asked for, else one sentence that says what is missing. Asks no provider."""
+        if not (api_key or os.environ.get("E2B_API_KEY")):
+            return "there is no key for a sandbox provider: set E2B_API_KEY"
+        return _NO_AGENT if binary() is None else None
 
     async def capabilities(self) -> Capabilities:
         facts = {"provider": self._api_url, "network": "the provider's", "limits": "the template's", "diff": "not offered"}
@@ -103,7 +105,7 @@ class HostedBackend:
             raise RunFailure(Boundary.SANDBOX, "the backend is closed")
         agent = binary()
         if agent is None:
-            raise RunFailure(Boundary.SANDBOX, self.probe() or "the box agent could not be built")
+            raise RunFailure(Boundary.SANDBOX, _NO_AGENT)
         async with self._admission:
             asked = {
                 "templateID": template,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rollmill.records import Boundary, RunFailure
 from rollmill.sandbox.agent.client import AgentBox
+from rollmill.sandbox.container.group import all_or_none
 from rollmill.sandbox.hosted.api import Client, Missing
 from rollmill.sandbox.hosted.stream import DaemonStream
 from rollmill.sandbox.interface import Sandbox
@@ -34,6 +35,7 @@ class HostedBox(AgentBox):
         self._daemon = daemon
         self._stream = DaemonStream(daemon)
         self._ending: asyncio.Task[None] | None = None
+        self._changing = asyncio.Lock()
         self._end_s = time.monotonic() + spec.lifetime_s
 
     async def enter(self) -> None:
@@ -63,23 +65,23 @@ class HostedBox(AgentBox):
     async def snapshot(self, *, live: bool = False) -> HostedSnapshot:
         if live:
             raise ValueError("hosted boxes give no live snapshot through this backend; leave `live` out")
-        self._life_or_raise()
-        services = tuple(self.services)
-        await self.services.stop()
-        # Files only: children boot, so the agent here is ended as well and each side starts its own.
-        self._life().leave()
-        await self._stream.end()
-        path = f"/sandboxes/{self.name}/snapshots"
-        taken = await self._backend.control.call("POST", path, {"memory": False}, deadline_s=SNAPSHOT_DEADLINE_S)
-        snapshot = self._backend.keep(HostedSnapshot(self._backend, taken["snapshotID"], self.spec, services))
-        try:
-            await self.enter()
-            for service in services:
-                await self.serve(service)
-        except BaseException:
-            await asyncio.shield(snapshot.close())
-            raise
-        return snapshot
+        async with self._changing:
+            self._life_or_raise()
+            services = tuple(self.services)
+            await self.services.stop()
+            # Files only: children boot, so the agent here is ended as well and each side starts its own.
+            await self._stream.end()
+            path = f"/sandboxes/{self.name}/snapshots"
+            taken = await self._backend.control.call("POST", path, {"memory": False}, deadline_s=SNAPSHOT_DEADLINE_S)
+            snapshot = self._backend.keep(HostedSnapshot(self._backend, taken["snapshotID"], self.spec, services))
+            try:
+                await self.enter()
+                for service in services:
+                    await self.serve(service)
+            except BaseException:
+                await asyncio.shield(snapshot.close())
+                raise
+            return snapshot
 
     async def fork(self, num: int) -> list[Sandbox]:
         snapshot = await self.snapshot()
@@ -141,15 +143,8 @@ class HostedSnapshot:
             raise RunFailure(Boundary.SANDBOX, f"snapshot {self.name} was closed")
         if num < 1:
             raise ValueError(f"a fork of {num} boxes has none; ask for at least 1")
-        made = await asyncio.gather(
-            *(self._backend.make(spec or self._spec, self.name, self._services, is_copy=True) for _ in range(num)), return_exceptions=True
-        )
-        boxes = [box for box in made if not isinstance(box, BaseException)]
-        failures = [failure for failure in made if isinstance(failure, BaseException)]
-        if failures:
-            await asyncio.gather(*(box.close() for box in boxes))
-            raise failures[0]
-        return list(boxes)
+        makers = [self._backend.make(spec or self._spec, self.name, self._services, is_copy=True) for _ in range(num)]
+        return list(await all_or_none(makers))
 
     async def save(self, store: str) -> str:
         raise ValueError("hosted snapshots offer no save: their states stay at the provider; use the namespace backend")

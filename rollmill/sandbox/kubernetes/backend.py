@@ -27,6 +27,7 @@ KUBECTL_DEADLINE_S = 60.0
 READY_DEADLINE_S = 300.0
 """Scheduling and the image's way to the node."""
 _NUM_CREATING = 16
+_NO_AGENT = "the box agent could not be built, and a pod needs it; install a C compiler (Debian: `apt-get install gcc libc6-dev`)"
 _LACKS = "pods offer no snapshot and no fork: a cluster does not keep a pod's state; use the namespace or the microvm backend"
 
 
@@ -80,13 +81,14 @@ class KubernetesBackend:
         self._boxes: set[HeldBox] = set()
         self._numbers = itertools.count(1)
 
-    def probe(self) -> str | None:
+    @staticmethod
+    def probe(program: str = "kubectl", *, options: Sequence[str] = ()) -> str | None:
         """None when pods may be made, else one sentence that says why not and what to change. Blocks briefly."""
-        if shutil.which(self._kubectl.words[0]) is None:
-            return f"`{self._kubectl.words[0]}` is not installed"
+        if shutil.which(program) is None:
+            return f"`{program}` is not installed"
         if binary() is None:
-            return "the box agent could not be built, and a pod needs it; install a C compiler"
-        command = [*self._kubectl.words, "auth", "can-i", "create", "pods", "--quiet", "--request-timeout=10s"]
+            return _NO_AGENT
+        command = [program, *options, "auth", "can-i", "create", "pods", "--quiet", "--request-timeout=10s"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=KUBECTL_DEADLINE_S, check=False)
         except subprocess.TimeoutExpired:
@@ -107,7 +109,7 @@ class KubernetesBackend:
         _check(spec)
         agent = binary()
         if agent is None:
-            raise RunFailure(Boundary.SANDBOX, self.probe() or "the box agent could not be built")
+            raise RunFailure(Boundary.SANDBOX, _NO_AGENT)
         await self._start()
         async with self._admission:
             name = f"rollmill-{owner().replace('.', '-')}-{next(self._numbers)}"

@@ -58,13 +58,13 @@ class FirecrackerMachine:
             raise RunFailure(Boundary.SANDBOX, f"machine {self._name}: {method} {path}: {error or 'no answer'}") from None
 
     async def standing(self) -> None:
-        """Until the interface is there."""
-        await self._until(lambda: (self._folder / "api").exists(), START_DEADLINE_S, "opened no interface")
+        """Until the interface answers."""
+        (await self._dial("api", "", START_DEADLINE_S)).close()
 
     async def connect(self) -> None:
         """Meet the two listeners inside the guest."""
-        self.agent = await self._dial(VSOCK_PORT)
-        self.warden = await self._dial(VSOCK_PORT + 1)
+        self.agent = await self._dial("vsock", f"CONNECT {VSOCK_PORT}\n", CONNECT_DEADLINE_S)
+        self.warden = await self._dial("vsock", f"CONNECT {VSOCK_PORT + 1}\n", CONNECT_DEADLINE_S)
 
     async def pause(self) -> None:
         await self.order("PATCH", "/vm", {"state": "Paused"})
@@ -95,52 +95,18 @@ class FirecrackerMachine:
     def console(self) -> str:
         return self._said.decode(errors="replace").strip()
 
-    async def _dial(self, port: int) -> socket.socket:
-        loop = asyncio.get_running_loop()
-        found: list[socket.socket] = []
-
-        async def attempt() -> bool:
-            sock = socket.socket(socket.AF_UNIX)
-            sock.setblocking(False)
-            try:
-                await loop.sock_connect(sock, str(self._folder / "vsock"))
-                await loop.sock_sendall(sock, f"CONNECT {port}\n".encode())
-                line = b""
-                while not line.endswith(b"\n"):  # byte by byte: what follows belongs to the agent
-                    byte = await loop.sock_recv(sock, 1)
-                    if not byte:
-                        raise ConnectionError
-                    line += byte
-                if not line.startswith(b"OK "):
-                    raise ConnectionError
-            except OSError:  # nobody listens yet
-                sock.close()
-                return False
-            except BaseException:
-                sock.close()
-                raise
-            found.append(sock)
-            return True
-
+    async def _dial(self, name: str, greeting: str, deadline_s: float) -> socket.socket:
+        """A connection to a socket of the machine's, as soon as one is answered."""
         try:
-            async with asyncio.timeout(CONNECT_DEADLINE_S):
-                while not await attempt():
+            async with asyncio.timeout(deadline_s):
+                while (sock := await _attempt(self._folder / name, greeting)) is None:
                     if self.ended.done():
-                        raise RunFailure(Boundary.SANDBOX, f"machine {self._name}: {self.ended.result().why}")
+                        raise RunFailure(Boundary.SANDBOX, f"machine {self._name} could not be started: {self.ended.result().why}")
                     await asyncio.sleep(_PAUSE_S)
         except TimeoutError:
-            words = f"its agent did not listen within {CONNECT_DEADLINE_S:g} s; its console said last: {self.console()[-1000:]}"
+            words = f"nobody answered at its {name} within {deadline_s:g} s; its console said last: {self.console()[-1000:]}"
             raise RunFailure(Boundary.SANDBOX, f"machine {self._name}: {words}") from None
-        return found[0]
-
-    async def _until(self, is_so: Any, deadline_s: float, otherwise: str) -> None:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + deadline_s
-        while not is_so():
-            if self.ended.done() or loop.time() > deadline:
-                why = self.ended.result().why if self.ended.done() else f"it {otherwise} within {deadline_s:g} s"
-                raise RunFailure(Boundary.SANDBOX, f"machine {self._name} could not be started: {why}")
-            await asyncio.sleep(_PAUSE_S)
+        return sock
 
     async def _watch(self) -> None:
         assert self._process.stdout is not None
@@ -156,6 +122,29 @@ class FirecrackerMachine:
         else:
             ending = Ending(why=f"Firecracker ended with status {status}: {self.console()[-1000:]}", by_guest=False)
         self.ended.set_result(ending)
+
+
+async def _attempt(path: Path, greeting: str) -> socket.socket | None:
+    """None while nobody listens there, or behind it in the guest."""
+    loop, sock = asyncio.get_running_loop(), socket.socket(socket.AF_UNIX)
+    sock.setblocking(False)
+    try:
+        await loop.sock_connect(sock, str(path))
+        await loop.sock_sendall(sock, greeting.encode())
+        line = b""
+        while greeting and not line.endswith(b"\n"):  # byte by byte: what follows belongs to the agent
+            byte = await loop.sock_recv(sock, 1)
+            line += byte or b"\n"
+        if greeting and not line.startswith(b"OK "):
+            sock.close()
+            return None
+    except OSError:
+        sock.close()
+        return None
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 class FirecrackerVmm:

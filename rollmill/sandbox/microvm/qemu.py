@@ -241,7 +241,7 @@ class QemuVmm:
         command += ["-no-reboot", "-S", "-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]
         for folder in self._assets.data_folders():
             command += ["-L", str(folder)]
-        if not incoming:
+        if not incoming:  # a restored guest has its kernel in its memory; to load it again would take most of the time
             command += ["-kernel", config.kernel, "-initrd", f"/proc/self/fd/{initrd}", "-append", self._kernel_line]
         for use, fd in fds.items():
             command += ["-chardev", f"socket,id={use},fd={fd}"]

@@ -1,4 +1,4 @@
-"""Saved machines as blobs: memory and devices compressed, the root disk and the kernel beside them, one manifest that names all."""
+"""Saved machines as blobs: memory and devices compressed, the root disk beside them, one manifest that names both."""
 
 from __future__ import annotations
 
@@ -46,9 +46,8 @@ class MachineManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     memory_bytes: int
     files: dict[str, str]
     """Name -> digest of the blob, zstd: the monitor's own files."""
-    kernel: str
     disk: str
-    """Digests of blobs, as they are."""
+    """Digest of the root disk's blob, as it is."""
 
 
 async def save(store: BlobStore, snapshot: MicrovmSnapshot) -> str:
@@ -60,14 +59,13 @@ async def save(store: BlobStore, snapshot: MicrovmSnapshot) -> str:
         standing=snapshot.standing,
         memory_bytes=saved.config.memory_bytes,
         files=files,
-        kernel=(await store.put(_plain(saved.config.kernel))).digest,
         disk=(await store.put(_plain(saved.config.disk))).digest,
     )
     return await store.put_manifest(msgspec.json.encode(manifest))
 
 
 async def load(store: BlobStore, digest: str, *, maker: str, cache: Path) -> tuple[MachineManifest, Saved]:
-    """Kernel and disk go to the cache, where machines share them; the rest into files without a name."""
+    """The disk goes to the cache, where machines share it; the rest into files without a name."""
     try:
         manifest = msgspec.json.decode(await store.get_manifest(digest), type=MachineManifest)
     except msgspec.ValidationError as error:
@@ -76,9 +74,8 @@ async def load(store: BlobStore, digest: str, *, maker: str, cache: Path) -> tup
         raise ValueError(f"snapshot {digest} has schema {manifest.schema}, this version reads {SCHEMA}; save it again")
     if manifest.maker != maker:
         raise ValueError(f"snapshot {digest} was saved by {manifest.maker} and cannot be read by {maker}; restore it where that runs")
-    kernel, disk = await _cached(store, manifest.kernel, cache), await _cached(store, manifest.disk, cache)
-    config = MachineConfig(name="restored", kernel=str(kernel), disk=str(disk), memory_bytes=manifest.memory_bytes)
-    saved = Saved({}, config)
+    disk = await _cached(store, manifest.disk, cache)
+    saved = Saved({}, MachineConfig(name="restored", disk=str(disk), memory_bytes=manifest.memory_bytes))
     try:
         for name, blob in manifest.files.items():
             saved.files[name] = await _unpacked(store, blob)

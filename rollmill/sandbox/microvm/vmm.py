@@ -17,10 +17,10 @@ class MachineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a machine is made of."""
 
     name: str
-    kernel: str
-    """An uncompressed kernel."""
+    kernel: str = ""
+    """An uncompressed kernel; this and the next are unused when a machine is restored."""
     initrd: bytes = b""
-    """A cpio archive, unused when a machine is restored."""
+    """A cpio archive."""
     disk: str
     """The read-only root disk."""
     memory_bytes: int

@@ -23,6 +23,7 @@ from rollmill.sandbox.egress.upstream import Resolve, resolve_public
 from rollmill.sandbox.images.store import Image, ImageStore
 from rollmill.sandbox.namespace.box import NamespaceBox
 from rollmill.sandbox.namespace.courier import NamespaceCourier
+from rollmill.sandbox.namespace.flatten import Flattener
 from rollmill.sandbox.namespace.layers import MAX_STACK, Layer, Machine, Stack, let_go, order
 from rollmill.sandbox.namespace.snapshot import NamespaceSnapshot
 from rollmill.sandbox.namespace.zygote import Zygote
@@ -72,6 +73,7 @@ class NamespaceBackend:
         self._authority: Authority | None = None
         self._known: MutableMapping[Layer, LayerRef] = WeakKeyDictionary()
         """Layers that some store already holds."""
+        self.flattener = Flattener(self._courier)
         self._num_created = 0
         self._closed = False
 
@@ -188,6 +190,8 @@ class NamespaceBackend:
             services = await box.quiesce()
             box.restack(await self.freeze(box))
             snapshot = NamespaceSnapshot(self, box.spec, box.machine, box.stack, services)
+            self.flattener.watch(box)
+            self.flattener.watch(snapshot)
             try:
                 async with self._admission:
                     await self._begin(box)
@@ -248,6 +252,7 @@ class NamespaceBackend:
     async def close(self) -> None:
         """Kill every box and the zygote; again is harmless."""
         self._closed = True
+        await self.flattener.close()
         async with self._starting:
             zygote, self._zygote = self._zygote, None
         if zygote is not None:

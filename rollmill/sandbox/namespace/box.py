@@ -73,6 +73,7 @@ class NamespaceBox(AgentBox):
             if self.link is not None:
                 await super().close()
         finally:
+            self._backend.flattener.forget(self)
             let_go(self.stack)
             self.stack = ()
             if self.guard is not None:

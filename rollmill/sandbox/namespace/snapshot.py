@@ -35,9 +35,13 @@ class NamespaceSnapshot:
         if self._closed:
             raise RunFailure(Boundary.SANDBOX, "the snapshot is closed")
         limits = self.spec if spec is None else spec
-        made = await asyncio.gather(
-            *(self._backend.stand(limits, self.machine, self.stack, self.services) for _ in range(num)), return_exceptions=True
-        )
+        stack = use(self.stack)  # the snapshot may be closed, or its stack be made shallower, meanwhile
+        try:
+            made = await asyncio.gather(
+                *(self._backend.stand(limits, self.machine, stack, self.services) for _ in range(num)), return_exceptions=True
+            )
+        finally:
+            let_go(stack)
         failed = next((child for child in made if isinstance(child, BaseException)), None)
         if failed is not None:
             await asyncio.gather(*(child.close() for child in made if not isinstance(child, BaseException)))
@@ -52,5 +56,6 @@ class NamespaceSnapshot:
     async def close(self) -> None:
         if not self._closed:
             self._closed = True
+            self._backend.flattener.forget(self)
             let_go(self.stack)
             self.stack = ()

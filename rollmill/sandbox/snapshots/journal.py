@@ -155,8 +155,10 @@ class Journal:
             await snapshot.close()
 
     async def close(self) -> None:
-        await self.box.close()
-        await self._log.close()
+        try:
+            await self.box.close()
+        finally:
+            await self._log.close()
 
     async def _call(self, op: AnyOp, act: Callable[[], Awaitable[T]], describe: Callable[[T], Awaitable[AnyResult]] | None = None) -> T:
         """Write, act, write. Nothing is awaited between the first line and the act, so lines stand in the order of the acts."""
@@ -280,8 +282,10 @@ class JournalSnapshot:
     async def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            await self._snapshot.close()
-            await self._log.close()
+            try:
+                await self._snapshot.close()
+            finally:
+                await self._log.close()
 
 
 def _words(argv: Argv) -> tuple[str, ...] | str:

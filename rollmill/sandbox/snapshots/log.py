@@ -15,7 +15,7 @@ import msgspec
 from blake3 import blake3
 
 from rollmill.sandbox.snapshots.events import SCHEMA, AnyEvent, Head
-from rollmill.sandbox.snapshots.store import working
+from rollmill.sandbox.snapshots.store import sync_folder, working
 from rollmill.sandbox.snapshots.threads import in_thread
 
 SYNC_EVERY = 64
@@ -46,6 +46,7 @@ class EventLog:
         self.num_events = len(self.events)
         self._num_unsynced = 0
         self._num_users = 1
+        self._is_named = not is_new
 
     def append(self, event: AnyEvent) -> int:
         """Write one line; how many there are now."""
@@ -70,6 +71,9 @@ class EventLog:
             self._num_unsynced = 0
             with working(str(self.path)):
                 await in_thread(os.fsync, self._file)
+                if not self._is_named:
+                    await in_thread(sync_folder, self.path.parent)
+                    self._is_named = True
 
     def share(self) -> EventLog:
         self._num_users += 1

@@ -39,7 +39,7 @@ def _is_hidden(path: bytes, upper: Layer) -> bool:
     """Whether a folder on the way to `path` is gone, replaced or opaque in `upper`."""
     folder = parent(path)
     while folder is not None:
-        if (folder in upper.nodes and not _is_folder(folder, upper)):
+        if folder in upper.opaque or (folder in upper.nodes and not _is_folder(folder, upper)):
             return True
         folder = parent(folder)
     return False

@@ -207,7 +207,7 @@ class Folder:
         os.link(file.name, held := f"{file.name}.whole")
         os.replace(held, path)
         for folder in (path.parent, path.parent.parent):
-            _sync_folder(folder)
+            sync_folder(folder)
 
     async def delete(self, key: str) -> None:
         await in_thread((self._root / key).unlink, missing_ok=True)
@@ -251,7 +251,7 @@ def _pieces(file: BinaryIO) -> Iterator[bytes]:
         yield data
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

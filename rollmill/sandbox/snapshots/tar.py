@@ -6,6 +6,7 @@ a function of its fields alone, so equal members give equal bytes on every machi
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from decimal import Decimal, InvalidOperation
 from enum import Enum
@@ -57,8 +58,12 @@ class Body(msgspec.Struct, frozen=True, eq=False):
     def read(self, start: int, stop: int) -> Iterator[bytes]:
         """The bytes from `start` to `stop`, in pieces."""
         at = start
-        for run in self.extents:
+        first = max(0, bisect_right(self.extents, start, key=lambda run: run.start) - 1)
+        for index in range(first, len(self.extents)):
+            run = self.extents[index]
             low, high = max(run.start, at), min(run.start + run.num_bytes, stop)
+            if run.start >= stop:
+                break
             if low >= high:
                 continue
             yield from _zeros(low - at)
@@ -144,13 +149,15 @@ def read_members(source: BinaryIO) -> Iterator[Member]:
         flag = head[156:157]
         size = _number(head[124:136])
         if flag in (b"x", b"L", b"K"):
-            if size > _MAX_EXTENDED_BYTES:
-                raise ValueError(f"an extended header of {size} bytes at {at} is larger than {_MAX_EXTENDED_BYTES}")
+            if not 0 <= size <= _MAX_EXTENDED_BYTES:
+                raise ValueError(f"an extended header of {size} bytes at {at}; at most {_MAX_EXTENDED_BYTES} are read")
             data = _read_at(source, at, size)
             extended |= _records(data) if flag == b"x" else {b"path" if flag == b"L" else b"linkpath": data.rstrip(b"\0")}
         else:
             if b"size" in extended:
                 size = int(extended[b"size"])
+            if size < 0:
+                raise ValueError(f"a member of {size} bytes before byte {at}: the archive is damaged; pack the layer again")
             yield _member(source, head, extended, at, size)
             extended = {}
         at += -(-size // BLOCK_BYTES) * BLOCK_BYTES
@@ -191,18 +198,22 @@ def _member(source: BinaryIO, head: bytes, extended: dict[bytes, bytes], at: int
 
 def _with_holes(source: BinaryIO, at: int, size: int, num_bytes: int) -> Body:
     """GNU sparse format 1.0: decimal lines (how many runs; start and length of each) up to a block border, then the runs."""
-    text = b""
-    lines: list[bytes] = []
-    while not lines or len(lines) < 1 + 2 * int(lines[0]):
-        if len(text) >= size or len(text) > _MAX_EXTENDED_BYTES:
+    text = bytearray()
+    num_lines, wanted = 0, 1
+    while num_lines < wanted:
+        piece = _read_at(source, at + len(text), min(_PIECE_BYTES, size - len(text)))
+        if not piece:
             raise ValueError("the map of a file with holes is cut short; pack the layer again")
-        text += _read_at(source, at + len(text), BLOCK_BYTES)
-        lines = text.split(b"\n")[:-1]
-    numbers = [int(line) for line in lines[1 : 1 + 2 * int(lines[0])]]
-    place, end = at + len(text), 0
+        num_lines += piece.count(b"\n")
+        text += piece
+        if wanted == 1 and num_lines:
+            wanted += 2 * int(text[: text.index(b"\n")])
+    numbers = [int(line) for line in text.split(b"\n", wanted)[1:wanted]]
+    map_bytes = len(b"\n".join(text.split(b"\n", wanted)[:wanted])) + 1
+    place, end = at + -(-map_bytes // BLOCK_BYTES) * BLOCK_BYTES, 0
     extents = []
     for start, length in zip(numbers[::2], numbers[1::2], strict=True):
-        if start < end or start + length > num_bytes:
+        if start < end or length < 0 or start + length > num_bytes:
             raise ValueError("the map of a file with holes contradicts itself; pack the layer again")
         if length:
             extents.append(Extent(start, place, length))

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from rollmill.sandbox.agent.client import PIECE_BYTES
-from rollmill.sandbox.records import FileKind
+from rollmill.sandbox.records import FileKind, SandboxSpec
 
 ODD_NAMES = ["hé", "a b", "new\nline", "\udcff\udc80", "-rf", "日本", "x" * 255]
 
@@ -89,8 +89,9 @@ def test_writing_where_no_file_can_be_raises_and_leaves_nothing(play):
                 await box.write(path, b"y")
             assert error.value.errno == number, path
         assert await box.list() == ["a"]
+        box.spec = SandboxSpec(disk_bytes=10)
         with pytest.raises(OSError) as full:
-            await box.write("huge", bytes((1 << 30) + 1))
+            await box.write("huge", bytes(11))
         assert full.value.errno == errno.ENOSPC
 
     play(scene)

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 from e2b_face import KEY, Face
 
-from rollmill.sandbox.container import ContainerBackend
+from rollmill.sandbox.container import ContainerBackend, DockerBackend, PodmanBackend
 from rollmill.sandbox.hosted import HostedBackend
 from rollmill.sandbox.interface import SandboxBackend
 from rollmill.sandbox.kubernetes import KubernetesBackend
@@ -58,7 +58,9 @@ def _busybox_image(program: str, folder: Path) -> str | None:
     return None if done.returncode == 0 else f"`{program} import` says: {done.stderr.strip()}"
 
 
-def _engine(program: str) -> Callable[[asyncio.Runner, Path], Opened]:
+def _engine(kind: type[ContainerBackend]) -> Callable[[asyncio.Runner, Path], Opened]:
+    program = kind.program
+
     @contextlib.contextmanager
     def opened(runner: asyncio.Runner, folder: Path) -> Iterator[SandboxBackend | str]:
         if shutil.which(program) is None:
@@ -68,10 +70,9 @@ def _engine(program: str) -> Callable[[asyncio.Runner, Path], Opened]:
         # crun refuses machines with both generations of control groups; runc does not.
         tries = [(), ("--runtime", "runc")] if program == "podman" else [()]
         for options in tries if why is None else ():
-            backend = ContainerBackend(program, image=IMAGE, options=options)
-            why = backend.probe()
+            why = kind.probe(image=IMAGE, options=options)
             if why is None:
-                yield backend
+                yield kind(image=IMAGE, options=options)
                 return
         yield why or ""
 
@@ -107,14 +108,13 @@ def _kubernetes(runner: asyncio.Runner, folder: Path) -> Iterator[SandboxBackend
     program.write_text(f'#!/bin/sh\nSTAND_IN_CLUSTER={folder} exec {sys.executable} -I -S {STAND_IN} "$@"\n')
     program.chmod(0o755)
     (folder / "pods").mkdir()
-    backend = KubernetesBackend(str(program), image="any")
-    yield backend.probe() or backend
+    yield KubernetesBackend.probe(str(program)) or KubernetesBackend(str(program), image="any")
 
 
 STAGES = {
     "kubernetes": Stage(opened=_kubernetes, num_burst=12, is_isolated=False),
     "hosted": Stage(opened=_hosted),
     "namespace": Stage(opened=_namespace),
-    "podman": Stage(opened=_engine("podman"), num_burst=12),
-    "docker": Stage(opened=_engine("docker"), num_burst=12),
+    "podman": Stage(opened=_engine(PodmanBackend), num_burst=12),
+    "docker": Stage(opened=_engine(DockerBackend), num_burst=12),
 }

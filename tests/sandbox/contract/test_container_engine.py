@@ -18,6 +18,7 @@ import rollmill
 from rollmill.records import Boundary, RunFailure
 from rollmill.sandbox import SandboxSpec
 from rollmill.sandbox.container import ContainerBackend
+from rollmill.sandbox.container.backend import run_arguments
 from rollmill.sandbox.container.owner import is_orphan, machine, owner
 from rollmill.sandbox.container.tool import Tool
 from rollmill.sandbox.records import Egress
@@ -28,10 +29,10 @@ REPOSITORY = Path(rollmill.__file__).resolve().parent.parent
 OWNER = """
 import asyncio, sys
 from rollmill.sandbox import SandboxSpec
-from rollmill.sandbox.container import ContainerBackend
+from rollmill.sandbox.container import DockerBackend, PodmanBackend
 
 async def main():
-    backend = ContainerBackend(sys.argv[1], image=sys.argv[2], options=sys.argv[3:])
+    backend = (PodmanBackend if sys.argv[1] == "podman" else DockerBackend)(image=sys.argv[2], options=sys.argv[3:])
     box = await backend.create(SandboxSpec())
     await box.exec("setsid sleep 1000 & sleep 1000 &", timeout_s=60)
     snapshot = await box.snapshot()
@@ -49,9 +50,16 @@ def _program(folder: Path, script: str) -> str:
     return str(path)
 
 
+def _stand_in(path: str) -> type[ContainerBackend]:
+    class StandIn(ContainerBackend):
+        program = path
+
+    return StandIn
+
+
 def test_a_box_is_asked_for_with_every_limit_and_no_rights() -> None:
     spec = SandboxSpec(memory_bytes=1 << 28, num_processes=7, disk_bytes=1 << 20, cpus=1.5, hostname="dev")
-    words = ContainerBackend("docker")._arguments("name", spec, "image", Path("/agent"))
+    words = run_arguments("name", spec, "image", Path("/agent"))
     line = " ".join(words)
     for wanted in (
         "run --rm --interactive --pull never --name name",
@@ -64,7 +72,7 @@ def test_a_box_is_asked_for_with_every_limit_and_no_rights() -> None:
 
 
 def test_root_of_a_box_gets_rights_over_files_and_users_only() -> None:
-    words = ContainerBackend("docker")._arguments("name", SandboxSpec(root=True), "image", Path("/agent"))
+    words = run_arguments("name", SandboxSpec(root=True), "image", Path("/agent"))
     added = {words[at + 1] for at, word in enumerate(words) if word == "--cap-add"}
     assert added == {"CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID"}
 
@@ -121,7 +129,7 @@ def test_a_container_that_cannot_start_says_why(tmp_path: Path) -> None:
     script = 'case "$1" in run) echo "no such runtime" >&2; exit 126;; *) exit 0;; esac'
 
     async def play() -> None:
-        backend = ContainerBackend(_program(tmp_path, script))
+        backend = _stand_in(_program(tmp_path, script))()
         with pytest.raises(RunFailure, match="no such runtime"):
             await backend.create(SandboxSpec())
         await backend.close()
@@ -130,13 +138,14 @@ def test_a_container_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_is_missing_is_said_before_anything_is_tried() -> None:
-    assert "not installed" in (ContainerBackend("no-such-engine").probe() or "")
+    kind = _stand_in("no-such-engine")
+    assert "not installed" in (kind.probe() or "")
 
     async def play() -> None:
         with pytest.raises(RunFailure, match="could not be started"):
-            await ContainerBackend("no-such-engine").create(SandboxSpec())
+            await kind().create(SandboxSpec())
         with pytest.raises(ValueError, match="egress"):
-            await ContainerBackend("no-such-engine").create(SandboxSpec(egress=Egress()))
+            await kind().create(SandboxSpec(egress=Egress()))
 
     asyncio.run(play())
 

@@ -58,7 +58,7 @@ def test_what_waits_for_a_box_hears_of_its_end(scene: Scene) -> None:
 
 def test_a_box_ends_with_its_lifetime(scene: Scene) -> None:
     async def play() -> None:
-        async with scene.fresh(lifetime_s=3.0) as box:
+        async with scene.fresh(lifetime_s=2.0) as box:
             with pytest.raises(RunFailure) as caught:
                 await box.exec(["sleep", "1000"], timeout_s=1000)
             assert caught.value.boundary == Boundary.SANDBOX

@@ -109,4 +109,4 @@ def test_a_provider_that_is_not_there_is_a_failure_of_the_sandbox() -> None:
 
 def test_no_key_is_said_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("E2B_API_KEY", raising=False)
-    assert "E2B_API_KEY" in (HostedBackend().probe() or "")
+    assert "E2B_API_KEY" in (HostedBackend.probe() or "")

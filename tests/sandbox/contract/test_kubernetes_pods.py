@@ -121,4 +121,4 @@ def test_a_pod_that_cannot_start_says_why_and_is_not_left(tmp_path: Path) -> Non
 
 
 def test_a_missing_kubectl_is_said_by_the_probe() -> None:
-    assert "not installed" in (KubernetesBackend("no-such-kubectl").probe() or "")
+    assert "not installed" in (KubernetesBackend.probe("no-such-kubectl") or "")

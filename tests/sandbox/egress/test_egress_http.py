@@ -186,6 +186,20 @@ def test_only_the_methods_of_the_rule_leave() -> None:
     in_time(scene())
 
 
+def test_the_refusal_of_an_upload_is_heard_although_the_upload_goes_on() -> None:
+    async def scene() -> None:
+        async with Outside().serve() as port, stage(port, OK, methods=("GET",)) as s:
+            for _ in range(5):
+                reader, writer = await s.connect(OK)
+                writer.write(f"POST / HTTP/1.1\r\nHost: {OK}\r\nContent-Length: {4 << 20}\r\n\r\n".encode())
+                writer.write(b"x" * (4 << 20))
+                await writer.drain()
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 403 Forbidden")
+                writer.close()
+
+    in_time(scene())
+
+
 def test_a_request_after_an_allowed_one_is_judged_again() -> None:
     async def scene() -> None:
         outside = Outside()

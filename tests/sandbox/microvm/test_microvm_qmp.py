@@ -54,7 +54,9 @@ async def answer_plainly(fake: FakeQemu, request: dict[str, Any]) -> None:
     await fake.say({"return": request.get("arguments", {}), "id": request["id"]})
 
 
-def play(script: Callable[[FakeQemu, dict[str, Any]], Awaitable[None]], scene: Callable[[Qmp, FakeQemu, list[Any]], Awaitable[None]]) -> None:
+def play(
+    script: Callable[[FakeQemu, dict[str, Any]], Awaitable[None]], scene: Callable[[Qmp, FakeQemu, list[Any]], Awaitable[None]]
+) -> None:
     async def whole() -> None:
         ours, theirs = socket.socketpair()
         fake, events = FakeQemu(theirs, script), []

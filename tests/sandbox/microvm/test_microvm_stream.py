@@ -15,7 +15,10 @@ from rollmill.sandbox.microvm.stream import MachineStream
 
 DEADLINE_S = 30.0
 Frame = tuple[int, int, bytes]
-FRAMES = st.lists(st.tuples(st.integers(0, 9), st.sampled_from([wire.Say.OK, wire.Say.DONE, wire.Say.OUTPUT]), st.binary(min_size=4, max_size=40)), max_size=6)
+FRAMES = st.lists(
+    st.tuples(st.integers(0, 9), st.sampled_from([wire.Say.OK, wire.Say.DONE, wire.Say.OUTPUT]), st.binary(min_size=4, max_size=40)),
+    max_size=6,
+)
 
 
 class Ear:
@@ -23,14 +26,14 @@ class Ear:
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
-        self.is_lost = False
+        self.is_lost = asyncio.Event()
         self._splitter = wire.Splitter()
 
     def heard(self, data: bytes, fds: list[int]) -> None:
         self.frames += self._splitter.feed(data)
 
     def lost(self) -> None:
-        self.is_lost = True
+        self.is_lost.set()
 
 
 def play(scene: Callable[[], Awaitable[None]]) -> None:
@@ -109,8 +112,7 @@ def test_end_of_the_machine_is_heard_behind_its_last_frame() -> None:
         ear, stream, theirs = await hear(b"")
         theirs.sendall(wire.frame(1, wire.Say.OK))
         theirs.close()
-        while not ear.is_lost:
-            await asyncio.sleep(0)
+        await ear.is_lost.wait()
         assert ear.frames == [(1, wire.Say.OK, b"")]
         stream.close()
 

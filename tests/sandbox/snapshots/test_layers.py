@@ -137,6 +137,14 @@ def test_holes_are_what_the_bytes_say_and_not_how_they_were_written(runs: list[t
         assert found is not None and found.read() == data
 
 
+def test_file_of_many_islands_survives() -> None:
+    page, num = 4096, 20_000
+    runs = tuple(Extent(2 * at * page, at * page, page) for at in range(num))
+    layer = a_layer(f=Node(kind=Kind.FILE, body=Body(io.BytesIO(b"i" * (num * page)), 2 * num * page + 5, runs)))
+    data = portable(layer)
+    assert portable(read_portable(io.BytesIO(data))) == data and len(data) < 1.1 * num * page
+
+
 def test_huge_empty_file_costs_a_header() -> None:
     layer = a_layer(f=Node(kind=Kind.FILE, body=Body(io.BytesIO(), 1 << 40, ())))
     assert len(portable(layer)) < 8192
@@ -156,6 +164,19 @@ def test_damaged_header_is_refused() -> None:
     whole[600] ^= 1
     with pytest.raises(ValueError, match="damaged"):
         read_raw(io.BytesIO(bytes(whole)))
+
+
+@pytest.mark.parametrize("size", [b"-512", b"-1"])
+def test_size_that_leads_backwards_is_refused(size: bytes) -> None:
+    member = a_file(b"x", extra=((b"SCHILY.xattr.user.pad", b"0" * 7),))
+    record = b"33 SCHILY.xattr.user.pad=0000000\n"
+    whole = raw(a_layer(f=member))
+    assert record in whole
+    lie = b"%d size=%s\n" % (len(b"00 size=\n") + len(size), size)
+    filler = record[len(lie) :]
+    lie += b"%02d k=%s\n" % (len(filler), b"0" * (len(filler) - 6))
+    with pytest.raises(ValueError, match="damaged"):
+        read_raw(io.BytesIO(whole.replace(record, lie)))
 
 
 @pytest.mark.parametrize("name", ["../f", "/etc/passwd", "a/../../f"])

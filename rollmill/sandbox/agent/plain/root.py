@@ -125,7 +125,8 @@ def _mount_inside(settings: Settings, embryo: Embryo, order: Order) -> None:
     is_host = order.flags & OrderFlag.HOST
     if not is_host:
         for path, mode in ((b"dev", 0o755), (b"proc", 0o555), (b"tmp", 0o1777)):
-            _make_folder(path, mode)
+            if _make_folder(path, mode) and not settings.is_rootless:
+                os.chown(path, settings.id_base, settings.id_base)
         with contextlib.suppress(OSError):  # a link, which the image may mean
             os.chmod(b"tmp", 0o1777)
     for path in settings.grafts:

@@ -101,15 +101,15 @@ def _begin(settings: Settings, plan: wire.Body, control_fd: int, opener_fd: int,
     settings.proc_fd = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     if settings.is_rootless:
         _become_own_root(settings.proc_fd)
-    else:
-        with k.step("unshare the mount namespace"):
-            k.unshare(k.CLONE_NEWNS)
     own_pids_fd = os.open("self/ns/pid", os.O_RDONLY | os.O_CLOEXEC, dir_fd=settings.proc_fd)
     with k.step("fork"):
         opener = os.fork()
     if opener == 0:
         open_layers(settings, opener_fd)
     os.close(opener_fd)
+    # After the opener's fork: a change of the root takes along every process of the mount namespace.
+    with k.step("unshare the mount namespace"):
+        k.unshare(k.CLONE_NEWNS)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     settings.news_fd = theirs.detach()
     enter_template(settings, plan)
