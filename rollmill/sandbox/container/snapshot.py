@@ -18,8 +18,8 @@ from rollmill.sandbox.records import SandboxSpec, Service
 from rollmill.sandbox.snapshots.store import open_store
 
 if TYPE_CHECKING:
-    from rollmill.sandbox.container.box import ContainerBox
     from rollmill.sandbox.container.backend import ContainerBackend
+    from rollmill.sandbox.container.box import ContainerBox
 
 REPOSITORY = "localhost/rollmill-snapshot"
 ENGINE_DEADLINE_S = 120.0

@@ -86,12 +86,6 @@ class SocketChannel:
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
-    def reset(self) -> None:
-        """Close so that the other side sees a reset, as from a host that does not want it."""
-        with contextlib.suppress(OSError):
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        self.close()
-
     def close(self) -> None:
         self.sock.close()
 

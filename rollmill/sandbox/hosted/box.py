@@ -66,22 +66,20 @@ class HostedBox(AgentBox):
         if live:
             raise ValueError("hosted boxes give no live snapshot through this backend; leave `live` out")
         async with self._changing:
-            self._life_or_raise()
+            self._check_alive()
             services = tuple(self.services)
             await self.services.stop()
             # Files only: children boot, so the agent here is ended as well and each side starts its own.
             await self._stream.end()
-            path = f"/sandboxes/{self.name}/snapshots"
-            taken = await self._backend.control.call("POST", path, {"memory": False}, deadline_s=SNAPSHOT_DEADLINE_S)
-            snapshot = self._backend.keep(HostedSnapshot(self._backend, taken["snapshotID"], self.spec, services))
             try:
+                path = f"/sandboxes/{self.name}/snapshots"
+                taken = await self._backend.control.call("POST", path, {"memory": False}, deadline_s=SNAPSHOT_DEADLINE_S)
+                return self._backend.keep(HostedSnapshot(self._backend, taken["snapshotID"], self.spec, services))
+            finally:
+                # Whatever came of it, the box goes on; a snapshot that nobody got is closed with the backend.
                 await self.enter()
                 for service in services:
                     await self.serve(service)
-            except BaseException:
-                await asyncio.shield(snapshot.close())
-                raise
-            return snapshot
 
     async def fork(self, num: int) -> list[Sandbox]:
         snapshot = await self.snapshot()
@@ -91,12 +89,12 @@ class HostedBox(AgentBox):
             await snapshot.close()
 
     async def suspend(self) -> None:
-        self._life_or_raise()
+        self._check_alive()
         await self._stream.detach()
         await self._backend.control.call("POST", f"/sandboxes/{self.name}/pause", {}, deadline_s=SNAPSHOT_DEADLINE_S)
 
     async def resume(self) -> None:
-        self._life_or_raise()
+        self._check_alive()
         left_s = max(1, math.ceil(self._end_s - time.monotonic()))
         path = f"/v2/sandboxes/{self.name}/connect"
         await self._backend.control.call("POST", path, {"timeout": left_s}, deadline_s=SNAPSHOT_DEADLINE_S)
@@ -104,7 +102,7 @@ class HostedBox(AgentBox):
 
     # Inside
 
-    def _life_or_raise(self) -> None:
+    def _check_alive(self) -> None:
         if not self.alive:
             raise self._life().failure()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 from collections.abc import AsyncIterator
 
 from rollmill.records import Boundary, RunFailure
@@ -56,10 +57,12 @@ class DaemonStream:
                 task.cancel()
 
     async def end(self) -> None:
-        """Close the agent's input and wait until it ended; it is told by that and not by a lost connection, which it would outlive."""
+        """Close the agent's input and wait until it ended, without a call of `on_lost`. A lost connection alone it would outlive."""
         await self._settle()
-        await self._daemon.call("POST", "/process.Process/CloseStdin", {"process": {"pid": self._pid}})
-        await asyncio.wait(self._tasks[:1], timeout=REQUEST_DEADLINE_S)
+        self._is_open = False
+        with contextlib.suppress(RunFailure):  # it ended already
+            await self._daemon.call("POST", "/process.Process/CloseStdin", {"process": {"pid": self._pid}})
+            await asyncio.wait(self._tasks[:1], timeout=REQUEST_DEADLINE_S)
         self.close()
 
     async def detach(self) -> None:
@@ -93,7 +96,7 @@ class DaemonStream:
     async def _settle(self) -> None:
         """Until what is on its way has arrived: a piece that was sent twice, or half, would leave the agent out of step."""
         if self._piece is not None:
-            await asyncio.wait((self._piece,), timeout=REQUEST_DEADLINE_S)
+            await asyncio.gather(self._piece, return_exceptions=True)
 
     def _begin(self) -> None:
         assert self._events is not None
