@@ -38,6 +38,16 @@ def play(machine: None) -> Callable[[Scene], None]:
     return lambda scene: asyncio.run(whole(scene))
 
 
+def _parent_of(mark: str) -> int | None:
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if mark.encode() in Path(f"/proc/{name}/cmdline").read_bytes():
+                return int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    return None
+
+
 async def first_process(box) -> int:
     """The host's number of the box's PID 1: the parent of a process that carries a name nobody else has."""
     mark = uuid.uuid4().hex
@@ -45,12 +55,8 @@ async def first_process(box) -> int:
     deadline = time.monotonic() + DEADLINE_S
     try:
         while time.monotonic() < deadline:
-            for entry in Path("/proc").iterdir():
-                try:
-                    if entry.name.isdigit() and mark.encode() in (entry / "cmdline").read_bytes():
-                        return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                except OSError:
-                    continue
+            if (found := _parent_of(mark)) is not None:
+                return found
             await asyncio.sleep(0.01)
         raise AssertionError("the box has no process on this host")
     finally:

@@ -240,7 +240,8 @@ class Face:
         argv = [config["cmd"], *config.get("args", [])]
         process = await held.box.start(argv, cwd=config.get("cwd", ""), env=config.get("envs") or None, pty="pty" in asked)
         if not asked.get("stdin"):
-            await process.close_stdin()
+            with contextlib.suppress(BrokenPipeError):  # it has ended already
+                await process.close_stdin()
         running = Running(next(self._pids), process, config | ({"pty": True} if "pty" in asked else {}))
         held.processes[running.pid] = running
         return await self._events(request, running)

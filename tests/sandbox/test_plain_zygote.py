@@ -20,7 +20,7 @@ from rollmill.sandbox import SandboxSpec
 from rollmill.sandbox.agent.native import build
 from rollmill.sandbox.namespace import NamespaceBackend
 from rollmill.sandbox.namespace import groups as cgroups
-from rollmill.sandbox.namespace.layers import Layer, Machine
+from rollmill.sandbox.namespace.layers import Machine
 from rollmill.sandbox.records import Allow, ChangeKind, Egress
 from tests.sandbox.conftest import descendants, first_process, settled
 
@@ -138,21 +138,32 @@ def test_saved_state_comes_back_through_couriers(play, tmp_path):
     play(scene)
 
 
-def test_view_of_a_host_folder_is_shown_read_only(play, tmp_path):
-    (tmp_path / "seen").write_text("from outside")
-    tmp_path.chmod(0o755)
+def test_view_of_a_frozen_layer_is_read_only_and_a_bare_layer_is_not(play):
+    async def scene(backend):
+        box = await backend.create(SandboxSpec(files={"seen": "1"}))
+        snapshot = await box.snapshot()
+        seer = await backend.stand(SandboxSpec(), Machine(), (), (), views=snapshot.stack)
+        assert await said(seer, "cat /mnt/view/0/home/dev/work/seen; echo 2 > /mnt/view/0/home/dev/work/seen || echo refused") == (
+            "1/bin/bash: line 1: /mnt/view/0/home/dev/work/seen: Read-only file system\nrefused\n"
+        )
+        is_root = (await backend.capabilities()).facts["privilege"] == "root"
+        filler = await backend.stand(SandboxSpec(root=is_root), Machine(), (), (), bare=True)
+        await said(filler, "mkdir -p /mnt/layer/made; echo 3 > /mnt/layer/made/f")
+        layer = await backend.freeze(filler)
+        above = await backend.stand(SandboxSpec(), Machine(), (layer,), ())
+        assert await said(above, "cat /made/f; ls /mnt") == "3\n"
+        layer.let_go()
+        await snapshot.close()
 
+    play(scene)
+
+
+def test_folder_that_is_not_there_cannot_be_a_layer(play, tmp_path):
     async def scene(backend):
         await backend.start()
-        layer = Layer(await backend._zygote.open_layer(str(tmp_path)))
-        box = await backend.stand(SandboxSpec(), Machine(), (), (), views=(layer,))
-        assert await said(box, "cat /mnt/view/0/seen; touch /mnt/view/0/new || echo refused") == (
-            "from outsidetouch: cannot touch '/mnt/view/0/new': Read-only file system\nrefused\n"
-        )
-        with pytest.raises(RunFailure, match="cannot be a layer"):
+        with pytest.raises(RunFailure, match="cannot be a layer: No such file or directory"):
             await backend._zygote.open_layer(str(tmp_path / "absent"))
-        await box.close()
-        layer.let_go()
+        os.close(await backend._zygote.open_layer(str(tmp_path)))
 
     play(scene)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -91,7 +92,7 @@ def interpreter() -> str | None:
     return None
 
 
-def as_user() -> dict[str, object]:
+def as_user() -> dict[str, Any]:
     if os.geteuid() != 0:
         return {"env": ENVIRONMENT, "cwd": "/"}
     return {"user": USER, "group": USER, "extra_groups": [], "env": ENVIRONMENT, "cwd": "/"}

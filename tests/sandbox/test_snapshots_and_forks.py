@@ -123,10 +123,8 @@ def test_saved_snapshot_is_restored_by_another_owner_and_layers_travel_once(play
 
     async def save(backend):
         box = await backend.create(SandboxSpec(files={"a": "1", "b/c": "x"}))
-        await _shell(
-            box,
-            "rm a; ln b/c b/hard; ln -s ../x b/soft; chmod 640 b/c; touch -d @1000000000 b; mkfifo p; printf '\\377' > \"$(printf 'n\\303\\251')\"",
-        )
+        await _shell(box, "rm a; ln b/c b/hard; ln -s ../x b/soft; chmod 640 b/c; touch -d @1000000001 b/c; touch -d @1000000000 b")
+        await _shell(box, "mkfifo p; printf '\\377' > \"$(printf 'n\\303\\251')\"")
         first = await box.snapshot()
         digests.append(await first.save(store))
         blobs = {path.name for path in (tmp_path / "store").rglob("*") if path.is_file()}

@@ -79,7 +79,7 @@ class AgentBox:
                 await link.call(wire.Ask.WORLD, body, deadline_s=deadline_s)
             for path, text in files.items():
                 if len(text) > PIECE_BYTES // 4:
-                    await self._write(path, text.encode(errors="surrogatepass"), 0o644)
+                    await self._write(path, text.encode(errors="surrogatepass"), 0)
         except OSError as error:
             raise RunFailure(Boundary.SANDBOX, f"box {self.name} could not be made: {error}") from None
         except BoxRuined as ruin:
@@ -192,7 +192,7 @@ class AgentBox:
             raise ValueError(f"limit_bytes {limit_bytes} is not in 0..{MAX_READ_BYTES}; read longer files in pieces, with exec")
         return await self._file(wire.Ask.READ, path, _READ.pack(limit_bytes))
 
-    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+    async def write(self, path: str, data: bytes, *, mode: int = 0) -> None:
         if len(data) > self.spec.disk_bytes:
             raise OSError(errno.ENOSPC, f"{len(data)} bytes do not fit on a disk of {self.spec.disk_bytes}", path)
         await self._write(path, data, mode)

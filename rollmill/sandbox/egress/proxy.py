@@ -171,7 +171,9 @@ class Visit:
                         pump.cancel()
                     await asyncio.wait(pumps)
             for pump in done:
-                pump.result()
+                # Programs end TLS by closing over unread session tickets, which resets: an end like any other.
+                with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                    pump.result()
         finally:
             outside.close()
 

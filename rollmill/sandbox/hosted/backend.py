@@ -16,7 +16,7 @@ import aiohttp
 
 from rollmill.records import Boundary, RunFailure
 from rollmill.sandbox.agent.native.build import binary
-from rollmill.sandbox.hosted.api import BUSY, Client, Json
+from rollmill.sandbox.hosted.api import BUSY, REQUEST_DEADLINE_S, Client, Json
 from rollmill.sandbox.hosted.box import AGENT, HostedBox, HostedSnapshot
 from rollmill.sandbox.records import Capabilities, SandboxSpec, Service
 
@@ -56,6 +56,7 @@ class HostedBackend:
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
         self._boxes: set[HostedBox] = set()
+        self._abandoned: set[asyncio.Future[Json]] = set()
         self._snapshots: set[HostedSnapshot] = set()
 
     @staticmethod
@@ -78,11 +79,12 @@ class HostedBackend:
     async def close(self) -> None:
         """End every box, forget every snapshot; again is harmless."""
         self._is_closed = True
+        if self._abandoned:  # a provider that is still at work would make what nobody holds
+            await asyncio.wait(self._abandoned, timeout=REQUEST_DEADLINE_S)
         await asyncio.gather(*(box.close() for box in list(self._boxes)))
         await asyncio.gather(*(snapshot.close() for snapshot in list(self._snapshots)))
         if self._session is not None:
             await self._session.close()
-            self._session = None
 
     # For boxes and snapshots
 
@@ -118,6 +120,7 @@ class HostedBackend:
             try:
                 made = await asyncio.shield(making)
             except asyncio.CancelledError:
+                self._abandoned.add(making)
                 making.add_done_callback(self._abandon)
                 raise
             daemon = self._daemon(made, user="root" if spec.root else "")
@@ -148,7 +151,7 @@ class HostedBackend:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         return self._session
 
-    def _daemon(self, made: Json, *, user: str) -> Client:
+    def _daemon(self, made: Json, *, user: str = "") -> Client:
         """The daemon of a sandbox just made; it runs programs as the template's own user unless told another."""
         sandbox, domain = made["sandboxID"], made.get("domain") or self._domain
         headers = {"E2b-Sandbox-Id": sandbox, "E2b-Sandbox-Port": str(DAEMON_PORT)}
@@ -160,10 +163,10 @@ class HostedBackend:
 
     def _abandon(self, making: asyncio.Future[Json]) -> None:
         """A creation was given up while the provider worked on it: end what came of it."""
-        if not making.cancelled() and making.exception() is None and not self._is_closed:
-            box = HostedBox(making.result()["sandboxID"], SandboxSpec(), self, self._daemon(making.result(), user=""), self._shell)
-            self._boxes.add(box)
-            self._abandoned = asyncio.ensure_future(box.close())
+        self._abandoned.discard(making)
+        if not making.cancelled() and making.exception() is None:
+            self._boxes.add(box := HostedBox(making.result()["sandboxID"], SandboxSpec(), self, self._daemon(making.result()), self._shell))
+            box.begin_end()
 
 
 def _check(spec: SandboxSpec) -> None:

@@ -29,7 +29,7 @@ class HostedBox(AgentBox):
     """Made by `HostedBackend` only."""
 
     def __init__(self, name: str, spec: SandboxSpec, backend: HostedBackend, daemon: Client, shell: tuple[str, ...]) -> None:
-        super().__init__(name, spec, kill=self._begin_end)
+        super().__init__(name, spec, kill=self.begin_end)
         self.shell = shell
         self._backend = backend
         self._daemon = daemon
@@ -49,13 +49,12 @@ class HostedBox(AgentBox):
         """The connection to the agent is the only news of the box there is."""
         is_over = time.monotonic() >= self._end_s
         self.gone(f"its lifetime of {self.spec.lifetime_s:g} s is over" if is_over else self._stream.why or "its agent hung up")
-        self._begin_end()
+        self.begin_end()
 
     async def close(self) -> None:
         if self._link is not None:
             await super().close()
-            return
-        self._begin_end()
+        self.begin_end()
         assert self._ending is not None
         await asyncio.shield(self._ending)
 
@@ -106,7 +105,8 @@ class HostedBox(AgentBox):
         if not self.alive:
             raise self._life().failure()
 
-    def _begin_end(self) -> None:
+    def begin_end(self) -> None:
+        """Have the provider end it, without waiting; again is harmless."""
         if self._ending is None:
             self._ending = asyncio.ensure_future(self._end_sandbox())
 

@@ -17,9 +17,10 @@ from rollmill.sandbox.microvm import detect, initramfs, stored
 from rollmill.sandbox.microvm.assets import Assets
 from rollmill.sandbox.microvm.box import MicrovmBox, MicrovmSnapshot
 from rollmill.sandbox.microvm.disks import Disks
+from rollmill.sandbox.microvm.machine import VSOCK_PORT, MachineConfig, Saved, last_words
 from rollmill.sandbox.microvm.qemu import QemuVmm
 from rollmill.sandbox.microvm.stored import Standing
-from rollmill.sandbox.microvm.vmm import VSOCK_PORT, Machine, MachineConfig, Saved, Vmm
+from rollmill.sandbox.microvm.vmm import Machine, Vmm
 from rollmill.sandbox.records import Capabilities, SandboxSpec
 from rollmill.sandbox.snapshots.store import open_store
 
@@ -43,6 +44,7 @@ class MicrovmBackend:
         self._vmm: Vmm | None = None
         self._why_not_kvm = ""
         self._initrd = b""
+        self._preparing = asyncio.Lock()
         self._admission = asyncio.Semaphore(num_starting or 2 * (os.cpu_count() or 1))
         self._boxes: set[MicrovmBox] = set()
         self._num_created = 0
@@ -93,8 +95,9 @@ class MicrovmBackend:
                     await box.serve(service)
             except RunFailure as failure:
                 await asyncio.shield(box.close())
-                console = machine.console()
-                raise RunFailure(Boundary.SANDBOX, f"{failure.message}\nits console said last: {console[-2000:] or '(nothing)'}") from None
+                words = last_words(machine.console()) or "nothing"
+                message = failure.message if words in failure.message else f"{failure.message}; its console said last: {words}"
+                raise RunFailure(Boundary.SANDBOX, message) from None
             except BaseException:
                 await asyncio.shield(box.close())
                 raise
@@ -114,23 +117,26 @@ class MicrovmBackend:
     async def _monitor(self) -> Vmm:
         if self._closed:
             raise RunFailure(Boundary.SANDBOX, "the backend is closed")
-        if self._vmm is None:
-            host = await asyncio.to_thread(detect.look, self._assets)
-            why = detect.obstacle(host)
-            if why is not None:
-                raise RunFailure(Boundary.SANDBOX, why)
-            agent = await asyncio.to_thread(binary)
-            if agent is None:
-                raise RunFailure(
-                    Boundary.SANDBOX, "the agent's binary cannot be built; install a C compiler (Debian: `apt-get install gcc libc6-dev`)"
-                )
-            accelerator = detect.accelerator(host)
-            self._why_not_kvm = accelerator.why
-            vmm = self._given or QemuVmm(self._assets, accelerator)
-            self._initrd = initramfs.base(agent.read_bytes(), self._assets.modules(vsock=vmm.is_vsock))
-            await vmm.prepare()
-            self._vmm = vmm
-        return self._vmm
+        async with self._preparing:
+            if self._vmm is None:
+                self._vmm = await self._prepare()
+            return self._vmm
+
+    async def _prepare(self) -> Vmm:
+        host = await asyncio.to_thread(detect.look, self._assets)
+        why = detect.obstacle(host)
+        if why is not None:
+            raise RunFailure(Boundary.SANDBOX, why)
+        agent = await asyncio.to_thread(binary)
+        if agent is None:
+            words = "the agent's binary cannot be built; install a C compiler (Debian: `apt-get install gcc libc6-dev`)"
+            raise RunFailure(Boundary.SANDBOX, words)
+        accelerator = detect.accelerator(host)
+        self._why_not_kvm = accelerator.why
+        vmm = self._given or QemuVmm(self._assets, accelerator)
+        self._initrd = initramfs.base(agent.read_bytes(), self._assets.modules(vsock=vmm.is_vsock))
+        await vmm.prepare()
+        return vmm
 
     def _name(self) -> str:
         self._num_created += 1

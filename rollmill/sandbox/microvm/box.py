@@ -13,9 +13,10 @@ from rollmill.records import Boundary, RunFailure
 from rollmill.sandbox.agent import wire
 from rollmill.sandbox.agent.client import AgentBox
 from rollmill.sandbox.microvm import stored
+from rollmill.sandbox.microvm.machine import Ending, Saved
 from rollmill.sandbox.microvm.stored import Standing
 from rollmill.sandbox.microvm.stream import MachineStream
-from rollmill.sandbox.microvm.vmm import Ending, Machine, Saved
+from rollmill.sandbox.microvm.vmm import Machine
 from rollmill.sandbox.records import SandboxSpec
 from rollmill.sandbox.snapshots.store import open_store
 
@@ -76,35 +77,22 @@ class MicrovmBox(AgentBox):
     async def snapshot(self, *, live: bool = False) -> MicrovmSnapshot:
         """Always live: a machine has no state without its processes. It stands still while its memory is written, then goes on."""
         async with self._saving:
-            stream = self._stream
-            assert stream is not None
-            was_suspended = self._suspended
-            if not was_suspended:
-                # Its answer shows that the agent has read all that was sent; what is written from now on waits.
-                asked = asyncio.ensure_future(self._life().call(wire.Ask.PING, deadline_s=PING_DEADLINE_S))
-                await asyncio.sleep(0)
-                stream.hold()
-                try:
-                    await asked
-                except BaseException:
-                    stream.release()
-                    raise
-            else:
-                stream.hold()
+            if not self._suspended:
+                await self._halt()
             try:
-                if not was_suspended:
-                    await self.machine.pause()
-                await stream.drained()
-                saved = await self.machine.save()
-                standing = Standing(
-                    begun=stream.begun(), num_requests=self._life()._next_request, hostname=self.hostname, shell=self.shell[0]
-                )
-                snapshot = self._keep(self, saved, standing)
-                if not was_suspended and await self.machine.resume():
-                    self.join(msgspec.structs.replace(standing, begun=b""))
-                return snapshot
-            finally:
-                stream.release()
+                saved, standing = await self.machine.save(), self._standing()
+            except BaseException:
+                if not self._suspended:
+                    await self._go_on()
+                raise
+            snapshot = self._keep(self, saved, standing)
+            if not self._suspended:
+                try:
+                    await self._go_on()
+                except BaseException:
+                    await snapshot.close()
+                    raise
+            return snapshot
 
     async def fork(self, num: int) -> list[MicrovmBox]:
         snapshot = await self.snapshot()
@@ -115,14 +103,43 @@ class MicrovmBox(AgentBox):
 
     async def suspend(self) -> None:
         async with self._saving:
-            await self.machine.pause()
-            self._suspended = True
+            if not self._suspended:
+                await self._halt()
+                self._suspended = True
 
     async def resume(self) -> None:
         async with self._saving:
+            if self._suspended:
+                await self._go_on()
+                self._suspended = False
+
+    async def _halt(self) -> None:
+        """Stop the machine between two requests: an answer to the last one shows that its agent has read all that was sent."""
+        stream = self._stream
+        assert stream is not None
+        asked = asyncio.ensure_future(self._life().call(wire.Ask.PING, deadline_s=PING_DEADLINE_S))
+        await asyncio.sleep(0)  # it is sent; what comes after it waits
+        stream.hold()
+        try:
+            await asked
+            await self.machine.pause()
+            await stream.drained()
+        except BaseException:
+            stream.release()
+            raise
+
+    async def _go_on(self) -> None:
+        stream = self._stream
+        assert stream is not None
+        try:
             if await self.machine.resume():
-                self.join(Standing(begun=b"", num_requests=self._life()._next_request, hostname=self.hostname, shell=self.shell[0]))
-            self._suspended = False
+                self.join(msgspec.structs.replace(self._standing(), begun=b""))
+        finally:
+            stream.release()
+
+    def _standing(self) -> Standing:
+        assert self._stream is not None
+        return Standing(begun=self._stream.begun(), num_requests=self._life()._next_request, hostname=self.hostname, shell=self.shell[0])
 
     def _expire(self) -> None:
         # The link hears of it as of any other death; the reason must be there before the monitor is reaped.

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 
 from rollmill.records import Boundary, RunFailure
-from rollmill.sandbox.microvm.vmm import VSOCK_PORT, Ending, MachineConfig, Saved
+from rollmill.sandbox.microvm.machine import VSOCK_PORT, Ending, MachineConfig, Saved, last_words
 
 START_DEADLINE_S = 30.0
 CONNECT_DEADLINE_S = 120.0
@@ -104,7 +104,7 @@ class FirecrackerMachine:
                         raise RunFailure(Boundary.SANDBOX, f"machine {self._name} could not be started: {self.ended.result().why}")
                     await asyncio.sleep(_PAUSE_S)
         except TimeoutError:
-            words = f"nobody answered at its {name} within {deadline_s:g} s; its console said last: {self.console()[-1000:]}"
+            words = f"nobody answered at its {name} within {deadline_s:g} s; its console said last: {last_words(self.console())}"
             raise RunFailure(Boundary.SANDBOX, f"machine {self._name}: {words}") from None
         return sock
 
@@ -118,9 +118,9 @@ class FirecrackerMachine:
         if self._killed:
             ending = Ending(why="it was killed", by_guest=False)
         elif status == 0:
-            ending = Ending(why=f"the guest ended; its console said last: {self.console()[-1000:]}", by_guest=True)
+            ending = Ending(why=f"the guest ended; its console said last: {last_words(self.console())}", by_guest=True)
         else:
-            ending = Ending(why=f"Firecracker ended with status {status}: {self.console()[-1000:]}", by_guest=False)
+            ending = Ending(why=f"Firecracker ended with status {status}: {last_words(self.console())}", by_guest=False)
         self.ended.set_result(ending)
 
 

@@ -13,8 +13,8 @@ from rollmill.records import Boundary, RunFailure
 from rollmill.sandbox.microvm.assets import Assets
 from rollmill.sandbox.microvm.clock import counter_khz
 from rollmill.sandbox.microvm.detect import Accelerator
+from rollmill.sandbox.microvm.machine import Ending, MachineConfig, Saved, last_words
 from rollmill.sandbox.microvm.qmp import Qmp, QmpError
-from rollmill.sandbox.microvm.vmm import Ending, MachineConfig, Saved
 
 START_DEADLINE_S = 30.0
 ORDER_DEADLINE_S = 30.0
@@ -132,7 +132,7 @@ class QemuMachine:
         if self._killed:
             ending = Ending(why="it was killed", by_guest=False)
         elif status == 0 and reason.startswith("guest"):
-            ending = Ending(why=f"the guest ended ({reason}); its console said last: {self.console()[-1000:]}", by_guest=True)
+            ending = Ending(why=f"the guest ended ({reason}); its console said last: {last_words(self.console())}", by_guest=True)
         else:
             words = said.decode(errors="replace").strip()[-1000:]
             ending = Ending(why=f"QEMU ended with status {status}: {words or reason or 'it said nothing'}", by_guest=False)

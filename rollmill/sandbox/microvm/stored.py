@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zstandard
 
-from rollmill.sandbox.microvm.vmm import MachineConfig, Saved
+from rollmill.sandbox.microvm.machine import MachineConfig, Saved
 from rollmill.sandbox.records import SandboxSpec
 from rollmill.sandbox.snapshots.store import BlobStore
 from rollmill.sandbox.snapshots.threads import PIECE_BYTES, in_thread

@@ -3,47 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from typing import Protocol
 
-import msgspec
-
-VSOCK_PORT = 1024
-"""Where the agent listens in machines that are reached by vsock; the warden has the next one."""
-
-
-class MachineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a machine is made of."""
-
-    name: str
-    kernel: str = ""
-    """An uncompressed kernel; this and the next are unused when a machine is restored."""
-    initrd: bytes = b""
-    """A cpio archive."""
-    disk: str
-    """The read-only root disk."""
-    memory_bytes: int
-
-
-class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a machine is no more."""
-
-    why: str
-    by_guest: bool
-    """Its own doing (panic, power off), not an order from outside and no accident of the monitor."""
-
-
-class Saved:
-    """Memory and devices of a stopped machine, in files without a name: what a killed owner leaves is nothing."""
-
-    def __init__(self, files: dict[str, int], config: MachineConfig) -> None:
-        self.files = files
-        self.config = config
-
-    def close(self) -> None:
-        while self.files:
-            os.close(self.files.popitem()[1])
+from rollmill.sandbox.microvm.machine import Ending, MachineConfig, Saved
 
 
 class Machine(Protocol):

@@ -115,7 +115,7 @@ class Journal:
     async def serve(self, service: Service) -> None:
         await self._call(Serve(service=service), lambda: self.box.serve(service))
 
-    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+    async def write(self, path: str, data: bytes, *, mode: int = 0) -> None:
         op = Write(path=path, data=await keep(self.path, data), mode=mode)
         await self._call(op, lambda: self.box.write(path, data, mode=mode))
 

@@ -79,7 +79,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """Of the step in the history."""
     op: AnyOp
     field: str
-    """`exit_code`, `timed_out`, `stdout`, `stderr` or `errno`."""
+    """`exit_code`, `timed_out`, `stdout`, `stderr`, `num_output_bytes` or `errno`."""
     was: str
     now: str
 
@@ -145,6 +145,8 @@ class _Run:
         for task in self._tasks.values():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([task])
+            if task.done() and not task.cancelled():
+                task.exception()  # what stopped the replay is the news, not what it left unfinished
         self._tasks.clear()
 
     async def _begin(self, place: int, step: Step, event: Began) -> None:
@@ -198,17 +200,16 @@ class _Run:
             self.answers.append(Answer(op=op, result=await _from_log(step.log, event.result), is_trusted=True))
             return None
         value = await task
-        if isinstance(value, ExecResult | Refused) or value is None:
-            found = _compare(event.result, value)
-            if found is not None:
-                field, was, now = found
-                return Difference(place=place, op=op, field=field, was=was, now=now)
-            if isinstance(op, Wait):
-                self.processes.pop((step.log, op.process), None)
-            self.answers.append(Answer(op=op, result=value, is_trusted=False))
-            return None
-        self.processes[key] = _Replayed(value)
-        self.answers.append(Answer(op=op, result=None, is_trusted=False))
+        result = value if isinstance(value, ExecResult | Refused) else None
+        found = _compare(op, event.result, result)
+        if found is not None:
+            field, was, now = found
+            return Difference(place=place, op=op, field=field, was=was, now=now)
+        if isinstance(op, Wait):
+            self.processes.pop((step.log, op.process), None)
+        if value is not None and not isinstance(value, ExecResult | Refused):
+            self.processes[key] = _Replayed(value)
+        self.answers.append(Answer(op=op, result=result, is_trusted=False))
         return None
 
     async def _output(self, place: int, step: Step, event: Output) -> Difference | None:
@@ -282,11 +283,12 @@ async def _from_log(log: Path, result: AnyResult) -> ExecResult | Refused | None
             return None
 
 
-def _compare(was: AnyResult, now: ExecResult | Refused | None) -> tuple[str, str, str] | None:
+def _compare(op: AnyOp, was: AnyResult, now: ExecResult | Refused | None) -> tuple[str, str, str] | None:
     """The first field that differs, with both values."""
     if isinstance(was, Ran) and isinstance(now, ExecResult):
         pairs = [("timed_out", str(was.timed_out), str(now.timed_out)), ("exit_code", str(was.exit_code), str(now.exit_code))]
-        if not was.timed_out:
+        # What a started command printed is compared where its reader took it; a kill may come a few bytes sooner or later.
+        if not was.timed_out and not isinstance(op, Wait):
             pairs += [
                 ("stdout", was.stdout.digest, blake3(now.stdout).hexdigest()),
                 ("stderr", was.stderr.digest, blake3(now.stderr).hexdigest()),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
 from typing import BinaryIO, Protocol, TypeVar
 
@@ -66,7 +66,7 @@ class Courier(Protocol[L]):
         """A frozen layer filled from a raw archive, as `layers.UNPACK` reads it; whatever `chunks` raises passes, and leaves nothing."""
 
     async def discard(self, layer: L) -> None:
-        """Give up a layer that `unpack` made."""
+        """Give up a layer of this machine, one that `unpack` made or one that was frozen here."""
 
 
 async def save(
@@ -207,10 +207,16 @@ async def _spooled(chunks: AsyncIterable[bytes]) -> BinaryIO:
     with working(tempfile.gettempdir()):
         file = tempfile.TemporaryFile(prefix="rollmill-layer-")  # noqa: SIM115, the caller closes it
     try:
+        held, num_bytes = [], 0
         async for chunk in chunks:
-            with working(tempfile.gettempdir()):
-                await in_thread(_append, file, chunk)
+            held.append(chunk)
+            num_bytes += len(chunk)
+            if num_bytes >= PIECE_BYTES:  # a step in a thread for every few kilobytes of a pipe would cost more than the writing
+                with working(tempfile.gettempdir()):
+                    await in_thread(_append, file, held)
+                held, num_bytes = [], 0
         with working(tempfile.gettempdir()):
+            await in_thread(_append, file, held)
             await in_thread(file.truncate)
         file.seek(0)
     except BaseException:
@@ -219,11 +225,12 @@ async def _spooled(chunks: AsyncIterable[bytes]) -> BinaryIO:
     return file
 
 
-def _append(file: BinaryIO, chunk: bytes) -> None:
-    if len(chunk) >= 4096 and not chunk.strip(b"\0"):
-        file.seek(len(chunk), 1)
-    else:
-        file.write(chunk)
+def _append(file: BinaryIO, chunks: Iterable[bytes]) -> None:
+    for chunk in chunks:
+        if len(chunk) >= 4096 and not chunk.strip(b"\0"):
+            file.seek(len(chunk), 1)
+        else:
+            file.write(chunk)
 
 
 @asynccontextmanager

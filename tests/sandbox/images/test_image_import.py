@@ -97,21 +97,27 @@ def test_plain_root_file_system_becomes_an_image_of_root(store: ImageStore, tmp_
 
 @pytest.mark.parametrize(
     ("user", "found"),
-    [("33", ("web", 33, 33, "/bin/sh")), ("ann:staff", ("ann", 1001, 50, "/bin/bash")), ("7:8", ("7", 7, 8, "/bin/sh")), ("", ("root", 0, 0, "/bin/sh"))],
-)  # fmt: skip
+    [
+        ("33", ("web", 33, 33, "/bin/sh")),
+        ("ann:staff", ("ann", 1001, 50, "/bin/bash")),
+        ("7:8", ("7", 7, 8, "/bin/sh")),
+        ("", ("root", 0, 0, "/bin/sh")),
+    ],
+)
 def test_user_is_looked_up_in_the_image(store: ImageStore, tmp_path: Path, user: str, found: tuple[object, ...]) -> None:
     image = import_archive(on_disk(tmp_path / "l", layout(user=user)), "taken", store=store)
     assert (image.user, image.uid, image.gid, image.shell) == found
 
 
+MANIFEST = json.dumps([{"Config": "c", "Layers": ["x"]}]).encode()
 DAMAGED = {
     "a layer that is not the one named": (lambda: saved(**{"1/layer.tar": pack(("evil", b"1"))}), "damaged"),
-    "a layer that is missing": (lambda: pack(("manifest.json", json.dumps([{"Config": "c", "Layers": ["x"]}]).encode()), ("c", config())), "layers"),
+    "a layer that is missing": (lambda: pack(("manifest.json", MANIFEST), ("c", config())), "layers"),
     "two images": (lambda: saved(**{"manifest.json": b"[{}, {}]"}), "more than one image"),
     "no JSON": (lambda: saved(**{"c.json": b"hello"}), "not JSON"),
     "cut": (lambda: gzip.compress(saved())[:-40], "damaged"),
     "not a tar": (lambda: os.urandom(2000), "damaged"),
-    "a link as layer that leads out": (lambda: pack(("manifest.json", json.dumps([{"Config": "c", "Layers": ["x"]}]).encode()), ("c", "->/etc/passwd")), "not in"),
+    "a link as layer that leads out": (lambda: pack(("manifest.json", MANIFEST), ("c", "->/etc/passwd")), "not in"),
 }  # fmt: skip
 
 

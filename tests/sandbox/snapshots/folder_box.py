@@ -103,11 +103,12 @@ class FolderBox:
     async def read(self, path: str, *, limit_bytes: int = 1 << 20) -> bytes:
         return (self.root / path).read_bytes()
 
-    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+    async def write(self, path: str, data: bytes, *, mode: int = 0) -> None:
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
-        target.chmod(mode)
+        if mode:
+            target.chmod(mode)
 
     async def list(self, path: str = ".") -> list[str]:
         return sorted(str(found.relative_to(self.root / path)) for found in (self.root / path).rglob("*") if found.is_file())

@@ -217,6 +217,21 @@ def test_shell_that_says_something_else_is_a_difference(tmp_path: Path) -> None:
     run(scene())
 
 
+def test_program_that_could_not_be_started_before_and_can_be_now_is_a_difference(tmp_path: Path) -> None:
+    async def scene() -> None:
+        journal, _ = await begun(tmp_path)
+        with pytest.raises(FileNotFoundError):
+            await journal.start(["./tool"])
+        await journal.close()
+        fresh = FolderBox(tmp_path / "fresh")
+        await fresh.write("tool", b"#!/bin/sh\n", mode=0o755)
+        done = await replay(read_history(journal.path), fresh)
+        assert done.difference is not None and (done.difference.field, done.difference.was, done.difference.now) == ("errno", "2", "0")
+        await fresh.close()
+
+    run(scene())
+
+
 class LostBox(FolderBox):
     async def exec(self, argv: Argv, **options: object) -> ExecResult:  # type: ignore[override]
         if argv == "lose":

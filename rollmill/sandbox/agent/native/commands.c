@@ -279,7 +279,7 @@ void command_start(uint32_t id, struct cursor body) {
         char words[512];
         int number = failed < 0 ? -failed : failed;
         snprintf(words, sizeof words, "%.400s: %s\n", failed == ENOENT && cwd[0] && access(cwd, F_OK) ? cwd : argv[0], strerror(number));
-        if (failed < 0 || number == EAGAIN || number == ENOMEM || flags & EXEC_STREAM) { words[strlen(words) - 1] = 0; say_error(id, number, words); }
+        if (failed < 0 || flags & EXEC_STREAM) { words[strlen(words) - 1] = 0; say_error(id, number, words); }
         else {
             feed(&c->kept[c->flags & EXEC_APART ? 1 : 0], (uint8_t *)words, strlen(words));
             say_done(c, number == ENOENT ? 127 : 126, now_s() - c->started);

@@ -78,9 +78,10 @@ static int make_parents(char *full) {
 }
 
 /* 1 written; 0 and the error said. */
-static int write_whole(uint32_t id, const char *path, uint32_t mode, int is_append, const uint8_t *data, size_t size) {
+static int write_whole(uint32_t id, const char *path, uint32_t asked, int is_append, const uint8_t *data, size_t size) {
     char full[PATH_MAX];
-    int flags = O_WRONLY | O_CREAT | O_NONBLOCK | O_CLOEXEC;
+    int flags = O_WRONLY | O_CREAT | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
+    mode_t mode = asked ? asked : 0644; /* not asked for: what the file has, or the usual for a new one */
     if (!whole(full, path)) { fail(id); return 0; }
     int fd = open(full, flags, mode);
     if (fd < 0 && errno == ENOENT && make_parents(full)) fd = open(full, flags, mode);
@@ -96,7 +97,7 @@ static int write_whole(uint32_t id, const char *path, uint32_t mode, int is_appe
             size -= (size_t)n;
         }
         struct stat s;
-        if (done && !is_append && fstat(fd, &s) == 0 && (s.st_mode & 07777) != mode) fchmod(fd, mode);
+        if (done && asked && !is_append && fstat(fd, &s) == 0 && (s.st_mode & 07777) != mode && fchmod(fd, mode) < 0) done = 0;
         if (!done) fail(id);
     }
     close(fd);
@@ -116,7 +117,7 @@ void file_world(uint32_t id, struct cursor body) {
         uint32_t size;
         const uint8_t *data = get_text(&body, &size);
         if (!path || body.bad) { malformed(id); return; }
-        if (!write_whole(id, path, 0644, 0, data, size)) return;
+        if (!write_whole(id, path, 0, 0, data, size)) return;
     }
     if (body.bad) malformed(id);
     else say(id, SAY_OK, NULL, 0);

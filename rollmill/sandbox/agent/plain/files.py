@@ -34,13 +34,13 @@ def read_file(path: bytes, limit: int) -> bytes:
 
 
 def write_file(path: bytes, data: bytes, mode: int, *, is_append: bool = False) -> None:
-    """The file has that mode afterwards, whatever it had and whatever the umask; appending leaves it."""
+    """A mode that is not 0 is the file's afterwards, whatever it had and whatever the umask; 0 leaves it, 0644 for a new file."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
-        fd = os.open(path, flags, mode)
+        fd = os.open(path, flags, mode or 0o644)
     except FileNotFoundError:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        fd = os.open(path, flags, mode)
+        fd = os.open(path, flags, mode or 0o644)
     try:
         _refuse_special(fd)
         if is_append:
@@ -50,7 +50,7 @@ def write_file(path: bytes, data: bytes, mode: int, *, is_append: bool = False) 
         view = memoryview(data)
         while view:
             view = view[os.write(fd, view) :]
-        if not is_append and stat.S_IMODE(os.fstat(fd).st_mode) != mode:
+        if mode and not is_append and stat.S_IMODE(os.fstat(fd).st_mode) != mode:
             os.fchmod(fd, mode)
     finally:
         os.close(fd)

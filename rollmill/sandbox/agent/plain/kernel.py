@@ -5,6 +5,7 @@ New calls go by number, which is the same on every machine type; no C library ne
 
 from __future__ import annotations
 
+import array  # noqa: F401 - `socket` imports it late, when a box has no files of ours any more
 import contextlib
 import ctypes
 import os

@@ -168,7 +168,7 @@ class Agent:
             return wire.STAT.pack(*numbers) + wire.text(target)
         for _ in range(fields.u32()):
             path = self._path(fields)
-            files.write_file(path, fields.text(), 0o644)
+            files.write_file(path, fields.text(), 0)
         return b""
 
     def _path(self, fields: wire.Body) -> bytes:

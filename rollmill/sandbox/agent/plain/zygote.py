@@ -177,6 +177,8 @@ class Boxes:
         self._num = dict.fromkeys(State, 0)
         self._free: list[int] = []
         self._num_numbers = self._next_serial = self._num_failed = 0
+        self._has_prepared = False
+        """Until one was, a failure means that this machine cannot; later ones pass, when what ran short is there again."""
         self._not_before = 0.0
         self._late: list[int] = []
         """Boxes whose control groups the kernel still holds."""
@@ -251,7 +253,7 @@ class Boxes:
     def _failed(self, number: int, words: str) -> None:
         self._not_before = time.monotonic() + _AGAIN_S
         self._num_failed += 1
-        if self._num_failed > _MAX_FAILED or not self._num[State.IDLE]:
+        if not self._has_prepared or (self._num_failed > _MAX_FAILED and not self._num[State.IDLE]):
             _broken(self._control_fd, k.StepFailed(number, words))
 
     def _hear_boxes(self) -> None:
@@ -267,6 +269,7 @@ class Boxes:
             if what == News.PREPARED and slot.state is State.PREPARING:
                 self._move(slot, State.IDLE)
                 self._num_failed = 0
+                self._has_prepared = True
             elif what == News.TAKEN and slot.state is State.IDLE:
                 self._move(slot, State.TAKEN)
             elif what == News.FAILED:
