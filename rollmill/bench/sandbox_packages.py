@@ -77,7 +77,7 @@ class SweRex(Peer):
     async def _start(self) -> Any:
         deployment = self._local.LocalDeployment()
         await deployment.start()
-        await deployment.runtime.create_session(self._ask.CreateBashSessionRequest())
+        await deployment.runtime.create_session(self._ask.CreateBashSessionRequest(startup_timeout=ANSWER_S))
         return deployment
 
     async def _once(self) -> None:

@@ -253,6 +253,16 @@ def test_a_program_that_cannot_start_tells_its_last_words(tmp_path: Path) -> Non
         peer.close()
 
 
+def test_whatever_a_peer_raises_is_a_reason_and_it_can_be_asked_again(tmp_path: Path) -> None:
+    copies = open_peer("cp", None)
+    try:
+        with pytest.raises(PeerFailed, match="TypeError"):
+            copies.ask("files", state=7)
+        assert copies.ask("files", state=str(tmp_path))["num"] == 0
+    finally:
+        copies.close()
+
+
 def test_a_process_that_does_not_answer_is_ended() -> None:
     silent = Spoken(["/bin/sh", "-c", 'echo "{}"; exec sleep 600'])
     with pytest.raises(PeerFailed, match="did not answer within"):

@@ -13,12 +13,16 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import rollmill
 from rollmill.records import RunFailure
 from rollmill.sandbox import SandboxSpec
 from rollmill.sandbox.agent.native import build
-from rollmill.sandbox.namespace import NamespaceBackend
+from rollmill.sandbox.agent.plain import order
+from rollmill.sandbox.agent.plain.order import OrderFlag
+from rollmill.sandbox.namespace import NamespaceBackend, layers
 from rollmill.sandbox.namespace import groups as cgroups
 from rollmill.sandbox.namespace.layers import Machine
 from rollmill.sandbox.records import Allow, ChangeKind, Egress
@@ -28,7 +32,7 @@ DEADLINE_S = 60.0
 REPOSITORY = Path(rollmill.__file__).resolve().parent.parent
 
 
-def use_twin(monkeypatch, twin: str) -> None:
+def use_twin(monkeypatch: pytest.MonkeyPatch, twin: str) -> None:
     if twin == "plain":
         monkeypatch.setenv("ROLLMILL_BOX_AGENT", "plain")
     else:
@@ -38,11 +42,35 @@ def use_twin(monkeypatch, twin: str) -> None:
         pytest.skip("there is no native agent on this machine")
 
 
-@pytest.fixture(autouse=True)
-def plain(monkeypatch):
-    use_twin(monkeypatch, "plain")
-    yield
+@pytest.fixture(autouse=True, scope="module")
+def plain():
+    with pytest.MonkeyPatch.context() as patch:
+        use_twin(patch, "plain")
+        yield
     build.binary.cache_clear()
+
+
+@settings(max_examples=50, derandomize=True, deadline=None)
+@given(
+    num_layers=st.integers(0, 5), num_views=st.integers(0, 3), root=st.booleans(), bare=st.booleans(), hostname=st.text("ab-ö", max_size=9),
+    ports=st.none() | st.lists(st.integers(1, 65535), max_size=8), memory=st.integers(1, 1 << 45), cpus=st.floats(0, 64),
+    env=st.dictionaries(st.text("AB_", min_size=1, max_size=4), st.text("xö= ", max_size=6), max_size=4), trust=st.text(max_size=40),
+)  # fmt: skip
+def test_order_is_read_as_its_owner_packed_it(num_layers, num_views, root, bare, hostname, ports, memory, cpus, env, trust):
+    egress = None if ports is None else Egress(allow=tuple(Allow(host="a.example", port=port) for port in ports))
+    spec = SandboxSpec(root=root, hostname=hostname, egress=egress, memory_bytes=memory, cpus=cpus)
+    machine = Machine(is_host=False, user_id=7, group_id=8, home="/h", workdir="/w", hostname="of-image", env=env)
+    message = layers.order(spec, machine, num_layers=num_layers, num_views=num_views, bare=bare, trust=trust)
+    read = order.parse(message, list(range(10, 10 + num_layers + num_views)))
+    assert read.flags == (OrderFlag.ROOT * root | OrderFlag.EGRESS * (ports is not None) | OrderFlag.BARE * bare)
+    assert (read.uid, read.gid) == ((0, 0) if root else (7, 8))
+    assert (read.memory_bytes, read.disk_bytes, read.lifetime_s, read.num_processes) == (memory, spec.disk_bytes, spec.lifetime_s, 64)
+    assert read.cpu_milli == round(cpus * 1000) and read.ports == layers.ports_of(spec)
+    assert (read.hostname.decode(), read.workdir, read.trust.decode()) == (hostname or "of-image", b"/w", trust)
+    assert all(read.env[name.encode()] == value.encode() for name, value in env.items())
+    assert read.layers == tuple(range(10, 10 + num_layers)) and len(read.views) == num_views
+    with pytest.raises(ValueError, match="descriptors"):
+        order.parse(message, list(range(num_layers + num_views + 1)))
 
 
 async def said(box, line: str) -> str:
@@ -169,8 +197,14 @@ def test_folder_that_is_not_there_cannot_be_a_layer(play, tmp_path):
 
 
 @pytest.mark.parametrize("twin", ["native", "plain"])
-def test_image_of_the_store_is_the_root_of_a_box(machine, tmp_path, monkeypatch, twin):
-    use_twin(monkeypatch, twin)
+def test_image_of_the_store_is_the_root_of_a_box(machine, tmp_path, twin):
+    with pytest.MonkeyPatch.context() as patch:
+        use_twin(patch, twin)
+        _try_image(tmp_path)
+    build.binary.cache_clear()
+
+
+def _try_image(tmp_path: Path) -> None:
     busybox = shutil.which("busybox")
     if busybox is None:
         pytest.skip("there is no static busybox for a test image")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
+import time
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ import pytest
 
 import rollmill
 from rollmill.sandbox.agent.native import build
+from tests.sandbox.conftest import descendants
 
 DEADLINE_S = 60.0
 USER = 12345
@@ -78,6 +83,23 @@ async def main():
 asyncio.run(main())
 """
 
+WAITING = """
+import asyncio
+from rollmill.sandbox import SandboxSpec
+from rollmill.sandbox.namespace import NamespaceBackend
+
+async def main():
+    reason = NamespaceBackend.probe()
+    if reason is None:
+        backend = NamespaceBackend(num_prepared=2)
+        box = await backend.create(SandboxSpec())
+        await box.exec("setsid sleep 1000 & sleep 1000 &", timeout_s=60)
+    print(reason or backend.zygote_pid, flush=True)
+    await asyncio.sleep(1000)
+
+asyncio.run(main())
+"""
+
 
 @lru_cache(maxsize=1)
 def interpreter() -> str | None:
@@ -98,18 +120,26 @@ def as_user() -> dict[str, Any]:
     return {"user": USER, "group": USER, "extra_groups": [], "env": ENVIRONMENT, "cwd": "/"}
 
 
-@pytest.mark.parametrize("twin", ["native", "plain"])
-def test_ordinary_user_gets_boxes_that_run_fork_and_hold(machine, twin):
-    if twin == "native" and build.binary() is None:
+@pytest.fixture(params=["native", "plain"])
+def twin(request, machine) -> str:
+    if request.param == "native" and build.binary() is None:
         pytest.skip("there is no native agent on this machine")
+    return request.param
+
+
+def start(program: str, twin: str) -> subprocess.Popen[str]:
     python = interpreter()
     if python is None:
         pytest.skip("no interpreter that an ordinary user may run")
-    ordinary = as_user()
-    ordinary["env"] = {**ENVIRONMENT, "ROLLMILL_BOX_AGENT": twin}
-    owner = subprocess.run([python, "-c", OWNER], **ordinary, capture_output=True, text=True, timeout=2 * DEADLINE_S)
-    assert owner.returncode == 0, owner.stderr
-    found = json.loads(owner.stdout)
+    ordinary = as_user() | {"env": {**ENVIRONMENT, "ROLLMILL_BOX_AGENT": twin}}
+    return subprocess.Popen([python, "-c", program], **ordinary, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_ordinary_user_gets_boxes_that_run_fork_and_hold(twin):
+    owner = start(OWNER, twin)
+    stdout, stderr = owner.communicate(timeout=2 * DEADLINE_S)
+    assert owner.returncode == 0, stderr
+    found = json.loads(stdout)
     if "skip" in found:
         pytest.skip(found["skip"])
     assert (found["facts"]["privilege"], found["facts"]["helper"]) == ("rootless", twin)
@@ -121,3 +151,27 @@ def test_ordinary_user_gets_boxes_that_run_fork_and_hold(machine, twin):
     assert found["ports"].split()[:3] == ["00000000:0035", "00000000:0050", "00000000:01BB"] and "nameserver" in found["ports"]
     assert found["small"] == "on\n" and found["hog"] != 0
     assert "root=True needs" in found["root"] and "lifetime ended" in found["lifetime"]
+
+
+@pytest.mark.parametrize("victim", ["owner", "zygote"])
+def test_death_with_9_of_owner_or_zygote_leaves_no_process(twin, victim):
+    owner = start(WAITING, twin)
+    try:
+        assert owner.stdout is not None
+        words = owner.stdout.readline()
+        if not words.strip().isdigit():
+            pytest.skip(words)
+        zygote = int(words)
+        ends = []
+        for pid in (zygote, *descendants(zygote)):
+            with contextlib.suppress(ProcessLookupError):  # those that help to prepare a box come and go
+                ends.append(os.pidfd_open(pid))
+        assert len(ends) >= 5
+        os.kill(owner.pid if victim == "owner" else zygote, signal.SIGKILL)
+        deadline = time.monotonic() + DEADLINE_S
+        for fd in ends:
+            assert select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0], "a process outlived what held it"
+            os.close(fd)
+    finally:
+        owner.kill()
+        owner.communicate(timeout=DEADLINE_S)

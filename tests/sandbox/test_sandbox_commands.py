@@ -188,6 +188,16 @@ def test_the_first_failing_fork_is_the_status(boxes: None) -> None:
     assert rollmill("sandbox", "fork", "--num", "2", "--", "false")[0] == 1
 
 
+# Images
+
+
+def test_without_images_the_command_that_makes_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLMILL_HOME", str(tmp_path))
+    assert b"rollmill sandbox build DIR" in rollmill("sandbox", "images")[1]
+    status, _, err = rollmill("sandbox", "build", str(tmp_path))
+    assert status == 2 and b"sandbox.toml" in err and len(err.splitlines()) == 1
+
+
 # doctor
 
 

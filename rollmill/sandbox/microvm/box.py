@@ -12,6 +12,7 @@ import msgspec
 from rollmill.records import Boundary, RunFailure
 from rollmill.sandbox.agent import wire
 from rollmill.sandbox.agent.client import AgentBox
+from rollmill.sandbox.agent.link import BoxRuined
 from rollmill.sandbox.microvm import stored
 from rollmill.sandbox.microvm.machine import Ending, Saved
 from rollmill.sandbox.microvm.stored import Standing
@@ -115,17 +116,27 @@ class MicrovmBox(AgentBox):
 
     async def _halt(self) -> None:
         """Stop the machine between two requests: an answer to the last one shows that its agent has read all that was sent."""
-        stream = self._stream
+        link, stream = self._life(), self._stream
         assert stream is not None
-        asked = asyncio.ensure_future(self._life().call(wire.Ask.PING, deadline_s=PING_DEADLINE_S))
-        await asyncio.sleep(0)  # it is sent; what comes after it waits
-        stream.hold()
         try:
-            await asked
+            _, answer = link.ask(wire.Ask.PING)
+            stream.hold()
+            async with asyncio.timeout(PING_DEADLINE_S):
+                await answer
+        except BoxRuined as ruin:
+            stream.release()
+            raise RunFailure(Boundary.SANDBOX, str(ruin)) from None
+        except TimeoutError:
+            await self.end(f"its agent did not answer within {PING_DEADLINE_S:g} s")
+            raise RunFailure(Boundary.SANDBOX, f"box {self.name} did not answer within {PING_DEADLINE_S:g} s and was killed") from None
+        except BaseException:
+            stream.release()
+            raise
+        try:
             await self.machine.pause()
             await stream.drained()
         except BaseException:
-            stream.release()
+            await self._go_on()
             raise
 
     async def _go_on(self) -> None:

@@ -48,8 +48,7 @@ class MachineStream:
 
     def hold(self) -> None:
         """From now on nothing goes out: the agent stays at the end of a request."""
-        assert self._held is None, "the machine is being saved already"
-        self._held = []
+        self._held = self._held or []
 
     def release(self) -> None:
         held, self._held = self._held or [], None

@@ -162,14 +162,14 @@ class NamespaceBackend:
     async def _begin(self, box: NamespaceBox, *, views: Stack = (), bare: bool = False) -> None:
         """Give the box a life: order it, and wait until its agent has spoken."""
         zygote = await self._running()
-        fds = [layer.fd for layer in (*box.stack, *views)]
-        if len(fds) > MAX_STACK:
-            raise RunFailure(Boundary.SANDBOX, f"a stack of {len(fds)} layers is higher than {MAX_STACK}")
+        if len(box.stack) + len(views) > MAX_STACK:
+            raise RunFailure(Boundary.SANDBOX, f"a stack of {len(box.stack)} layers is higher than {MAX_STACK}")
+        fds, lent = await zygote.lend((*box.stack, *views))
         message = order(box.spec, box.machine, num_layers=len(box.stack), num_views=len(views), bare=bare, trust=self._trust(box.spec))
         ours, theirs = socket.socketpair()
         box.slot = None
         box.attach(SocketStream(ours))
-        zygote.order(message, fds, theirs)
+        zygote.order(message, fds, theirs, lent=lent)
         if zygote.lost:
             box.gone("the zygote that made it died")
         hello = await box.ready(CREATE_DEADLINE_S)
@@ -208,7 +208,8 @@ class NamespaceBackend:
         if slot is None or slot not in self._lives:
             raise RunFailure(Boundary.SANDBOX, f"box {box.name} is gone: it cannot be frozen")
         ended = self._lives[slot][1]
-        layer = Layer(await box.freeze())
+        assert self._zygote is not None
+        layer = await self._zygote.keep(await box.freeze())
         try:
             # The kernel lets go of the old overlay with its last process.
             async with asyncio.timeout(CREATE_DEADLINE_S):
@@ -270,7 +271,7 @@ class NamespaceBackend:
         if spec.image not in self._images:
             store = ImageStore(self._image_root)
             image = store.get(spec.image)
-            layer = Layer(await zygote.open_layer(str(store.rootfs(image))))
+            layer = await zygote.open_layer(str(store.rootfs(image)))
             self._images[spec.image] = (_machine_of(image), layer)
         machine, layer = self._images[spec.image]
         return machine, (layer,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntFlag
 
 import msgspec
@@ -21,10 +21,14 @@ _HTTP_PORTS = (80, 443)
 
 
 class Layer:
-    """One frozen layer; its mount lives until nobody uses it, and then frees what it held."""
+    """One frozen layer; its mount lives until nobody uses it, and then frees what it held.
 
-    def __init__(self, fd: int) -> None:
+    `fd` is its descriptor, or where the opener keeps layers its number there, which `drop` gives back.
+    """
+
+    def __init__(self, fd: int, drop: Callable[[int], None] = os.close) -> None:
         self.fd = fd
+        self._drop = drop
         self._num_users = 1
 
     def use(self) -> Layer:
@@ -35,7 +39,7 @@ class Layer:
     def let_go(self) -> None:
         self._num_users -= 1
         if self._num_users == 0:
-            os.close(self.fd)
+            self._drop(self.fd)
             self.fd = -1
 
 

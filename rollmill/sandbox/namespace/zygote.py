@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import platform
+import re
 import socket
 import struct
 import subprocess
@@ -14,11 +15,13 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rollmill.records import Boundary, RunFailure
 from rollmill.sandbox.agent import native, wire
 from rollmill.sandbox.agent.native import build
 from rollmill.sandbox.namespace import explain, filter, groups
+from rollmill.sandbox.namespace.layers import Layer
 from rollmill.sandbox.namespace.template import host_template
 
 START_DEADLINE_S = 60.0
@@ -31,6 +34,8 @@ _NUM_IDS = 65_536
 _NEEDED_CAPABILITIES = (0, 6, 7, 12, 21)
 """chown, setgid, setuid, net_admin, sys_admin."""
 _BOOT = "import sys; sys.path.append(sys.argv[1]); from agent.plain.zygote import main; main()"
+_DETACHED_LAYERS, _USER_ATTRIBUTES = (6, 15), (6, 6)
+"""Since when overlays take detached mounts as layers, and tmpfs has user attributes."""
 _READY, _BROKEN, _GONE = 1, 2, 3
 _KILL, _POOL = 1, 2
 
@@ -42,6 +47,16 @@ def is_rootless() -> bool:
     with open("/proc/self/status", encoding="ascii", errors="replace") as status:
         held = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
     return not all(held >> bit & 1 for bit in _NEEDED_CAPABILITIES)
+
+
+def _kernel() -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", platform.release())
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def stacks_by_path() -> bool:
+    """Whether this kernel stacks attached mounts only. `ROLLMILL_BOX_STACK=path` asks for what old kernels need."""
+    return os.environ.get("ROLLMILL_BOX_STACK") == "path" or _kernel() < _DETACHED_LAYERS
 
 
 def _num_ids() -> tuple[int, int]:
@@ -65,6 +80,20 @@ def environment() -> dict[str, str]:
     return {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
 
 
+class Order(NamedTuple):
+    """On its way to whichever box is free."""
+
+    message: bytes
+    fds: tuple[int, ...]
+    passed: socket.socket
+    lent: tuple[int, ...]
+
+    def close(self) -> None:
+        self.passed.close()
+        for fd in self.lent:
+            os.close(fd)
+
+
 class Zygote:
     """A running zygote. `on_gone(box id, why, ruined)` is called for each box that ended, `on_lost(why)` once when it ended itself."""
 
@@ -76,15 +105,19 @@ class Zygote:
         self.lost = False
         self._groups = groups.Groups(version=0)
         self._control, self._orders, self._opener = control, orders, opener
-        self._unsent: deque[tuple[bytes, tuple[int, ...], socket.socket]] = deque()
+        self._unsent: deque[Order] = deque()
+        self.by_path = False
+        """Whether layers are kept by the opener, by number, and not here as descriptors."""
         self._opening = asyncio.Lock()
+        self._dropping: set[asyncio.Future[tuple[int, list[int]]]] = set()
         self._on_gone: Gone = lambda box, why, ruined: None
         self._on_lost: Callable[[str], None] = lambda why: None
 
     @classmethod
     async def start(cls, *, pool: int, on_gone: Gone, on_lost: Callable[[str], None]) -> Zygote:
         program = await asyncio.to_thread(build.binary)
-        plan_fd, rootless, made, num_ids = await asyncio.to_thread(_write_plan, pool)
+        by_path = stacks_by_path()
+        plan_fd, rootless, made, num_ids = await asyncio.to_thread(_write_plan, pool, by_path)
         ours, theirs = zip(*(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)), strict=True)
         owner_fd = os.pidfd_open(os.getpid())
         try:
@@ -105,7 +138,7 @@ class Zygote:
             end.setblocking(False)
         zygote = cls(process, *ours)
         zygote.is_rootless, zygote._groups = rootless, made
-        zygote.has_one_id = num_ids == 1
+        zygote.has_one_id, zygote.by_path = num_ids == 1, by_path
         zygote._on_gone, zygote._on_lost = on_gone, on_lost
         try:
             async with asyncio.timeout(START_DEADLINE_S):
@@ -121,17 +154,19 @@ class Zygote:
             "helper": "native" if program is not None else "plain",
             "memory": f"cgroup-v{made.version}" if made.version else "rlimit-as",
             "cpu": "cgroup" if made.cpu or made.version == 2 else "none",
+            "stacking": "by path" if by_path else "by descriptor",
             "ids": _parse_hello(hello, rootless),
         }
         asyncio.get_running_loop().add_reader(ours[0], zygote._hear)
         return zygote
 
-    def order(self, message: bytes, fds: Sequence[int], passed: socket.socket) -> None:
-        """Order a box, now or as soon as the socket takes it; the passed socket is the first descriptor and is closed here once sent."""
+    def order(self, message: bytes, fds: Sequence[int], passed: socket.socket, *, lent: bool = False) -> None:
+        """Order a box, now or as soon as the socket takes it; the passed socket is the first descriptor and is closed here once sent, as
+        are the others when they were `lent` for this order."""
+        self._unsent.append(Order(message, (passed.fileno(), *fds), passed, tuple(fds) if lent else ()))
         if self.lost:
-            passed.close()
+            self._unsent.pop().close()
             return
-        self._unsent.append((message, (passed.fileno(), *fds), passed))
         if len(self._unsent) == 1:
             self._flush()
 
@@ -145,23 +180,59 @@ class Zygote:
         if not self.lost:
             self._control.send(struct.pack("<II", _POOL, num))
 
-    async def open_layer(self, path: str) -> int:
+    async def open_layer(self, path: str) -> Layer:
         """A folder of the host as a layer that boxes can be stacked on."""
+        try:
+            number, fds = await self._ask_opener(b"O" + os.fsencode(path))
+        except OSError as error:
+            raise RunFailure(Boundary.SANDBOX, f"the folder {path} cannot be a layer: {error.strerror}") from None
+        return self._layer(number) if self.by_path else Layer(fds[0])
+
+    async def keep(self, fd: int) -> Layer:
+        """A layer from the descriptor that a frozen box gave; it is the layer's from now on."""
+        if not self.by_path:
+            return Layer(fd)
+        try:
+            number, _ = await self._ask_opener(b"A", fd)
+        finally:
+            os.close(fd)
+        return self._layer(number)
+
+    async def lend(self, stack: Sequence[Layer]) -> tuple[list[int], bool]:
+        """Descriptors to order a box with, and whether they are the order's own, to be closed once it was sent."""
+        if not self.by_path or not stack:
+            return [layer.fd for layer in stack], False
+        _, fds = await self._ask_opener(b"C" + struct.pack(f"<{len(stack)}I", *(layer.fd for layer in stack)))
+        return fds, True
+
+    def _layer(self, number: int) -> Layer:
+        def drop(number: int) -> None:
+            if not self.lost:
+                self._dropping.add(task := asyncio.ensure_future(self._ask_opener(b"D" + struct.pack("<I", number))))
+                task.add_done_callback(self._dropping.discard)
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+        return Layer(number, drop)
+
+    async def _ask_opener(self, request: bytes, *passed: int) -> tuple[int, list[int]]:
+        """Its number and descriptors; OSError when it says no."""
         loop = asyncio.get_running_loop()
         async with self._opening, asyncio.timeout(OPEN_DEADLINE_S):
-            await loop.sock_sendall(self._opener, os.fsencode(path))
+            if self.lost:
+                raise RunFailure(Boundary.SANDBOX, "the zygote that opens layers died")
+            socket.send_fds(self._opener, [request], passed)
             answer: asyncio.Future[tuple[bytes, list[int]]] = loop.create_future()
             loop.add_reader(self._opener, _receive, self._opener, answer)
             try:
                 data, fds = await answer
             finally:
                 loop.remove_reader(self._opener)
-        if not data:
+        if len(data) != 8:
             raise RunFailure(Boundary.SANDBOX, "the zygote that opens layers died")
-        (number,) = struct.unpack("<I", data)
-        if number or not fds:
-            raise RunFailure(Boundary.SANDBOX, f"the folder {path} cannot be a layer: {os.strerror(number)}")
-        return fds[0]
+        error, number = struct.unpack("<II", data)
+        if error:
+            raise OSError(error, os.strerror(error))
+        return number, fds
 
     async def stop(self) -> None:
         """Hang up: the zygote kills every box, cleans up and ends; one that was killed is cleaned up after."""
@@ -179,17 +250,16 @@ class Zygote:
     def _flush(self) -> None:
         loop = asyncio.get_running_loop()
         while self._unsent:
-            message, fds, passed = self._unsent[0]
+            order = self._unsent[0]
             try:
-                socket.send_fds(self._orders, [message], fds)
+                socket.send_fds(self._orders, [order.message], order.fds)
             except BlockingIOError:
                 loop.add_writer(self._orders, self._flush)
                 return
             except OSError as error:
                 self._lose(f"it takes no orders: {error}")
                 return
-            self._unsent.popleft()
-            passed.close()
+            self._unsent.popleft().close()
         loop.remove_writer(self._orders)
 
     def _hear(self) -> None:
@@ -223,12 +293,11 @@ class Zygote:
             loop.remove_reader(end)
             loop.remove_writer(end)
             end.close()
-        for _, _, passed in self._unsent:
-            passed.close()
-        self._unsent.clear()
+        while self._unsent:
+            self._unsent.pop().close()
 
 
-def _write_plan(pool: int) -> tuple[int, bool, groups.Groups, int]:
+def _write_plan(pool: int, by_path: bool) -> tuple[int, bool, groups.Groups, int]:
     rootless = is_rootless()
     made = groups.open_groups()
     cores = os.cpu_count() or 1
@@ -236,6 +305,7 @@ def _write_plan(pool: int) -> tuple[int, bool, groups.Groups, int]:
     program = filter.program(platform.machine()) or b""
     plan = (
         struct.pack("<IIIIIII", rootless, made.version, min(pool, 2 * cores), pool, 2 * cores, first_id, num_ids)
+        + struct.pack("<II", by_path, _kernel() >= _USER_ATTRIBUTES or rootless)
         + wire.text(program)
         + wire.texts(os.fsencode(path) for path in (made.own, made.memory, made.cpu))
         + host_template().pack()
@@ -269,7 +339,7 @@ def ended_by(status: int) -> str:
 
 def _receive(sock: socket.socket, answer: asyncio.Future[tuple[bytes, list[int]]]) -> None:
     try:
-        data, ancillary, _, _ = sock.recvmsg(64, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
+        data, ancillary, _, _ = sock.recvmsg(64, socket.CMSG_SPACE(4 * 253), socket.MSG_CMSG_CLOEXEC)
     except BlockingIOError:
         return
     except OSError:

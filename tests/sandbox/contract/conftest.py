@@ -10,7 +10,7 @@ from contract_scene import Scene
 from contract_stages import STAGES
 
 
-@pytest.fixture(scope="session", params=sorted(STAGES))
+@pytest.fixture(scope="session", params=[pytest.param(name, marks=STAGES[name].marks) for name in sorted(STAGES)])
 def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     stage = STAGES[request.param]
     with asyncio.Runner() as runner, stage.opened(runner, tmp_path_factory.mktemp(request.param)) as backend:

@@ -13,12 +13,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
+import pytest
 from e2b_face import KEY, Face
 
 from rollmill.sandbox.container import ContainerBackend, DockerBackend, PodmanBackend
 from rollmill.sandbox.hosted import HostedBackend
 from rollmill.sandbox.interface import SandboxBackend
 from rollmill.sandbox.kubernetes import KubernetesBackend
+from rollmill.sandbox.microvm import MicrovmBackend
 from rollmill.sandbox.namespace import NamespaceBackend
 
 Opened = AbstractContextManager["SandboxBackend | str"]
@@ -31,6 +33,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     num_burst: int = 50
     is_isolated: bool = True
     """Whether what is tried here is the real thing also in what it keeps from a box."""
+    marks: tuple[pytest.MarkDecorator, ...] = ()
 
 
 def _busybox_image(program: str, folder: Path) -> str | None:
@@ -85,6 +88,11 @@ def _namespace(runner: asyncio.Runner, folder: Path) -> Iterator[SandboxBackend 
 
 
 @contextlib.contextmanager
+def _microvm(runner: asyncio.Runner, folder: Path) -> Iterator[SandboxBackend | str]:
+    yield MicrovmBackend.probe() or MicrovmBackend()
+
+
+@contextlib.contextmanager
 def _hosted(runner: asyncio.Runner, folder: Path) -> Iterator[SandboxBackend | str]:
     """Our adapter before a provider's face, behind which are namespace boxes."""
     why = NamespaceBackend.probe()
@@ -114,6 +122,7 @@ def _kubernetes(runner: asyncio.Runner, folder: Path) -> Iterator[SandboxBackend
 STAGES = {
     "kubernetes": Stage(opened=_kubernetes, num_burst=12, is_isolated=False),
     "hosted": Stage(opened=_hosted),
+    "microvm": Stage(opened=_microvm, num_burst=4, marks=(pytest.mark.vm,)),
     "namespace": Stage(opened=_namespace),
     "podman": Stage(opened=_engine(PodmanBackend), num_burst=12),
     "docker": Stage(opened=_engine(DockerBackend), num_burst=12),

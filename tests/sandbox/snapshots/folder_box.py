@@ -10,6 +10,7 @@ import signal as signals
 import stat
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 from rollmill.sandbox.interface import Sandbox
@@ -20,6 +21,13 @@ BASE = {"PATH": os.environ["PATH"], "LC_ALL": "C"}
 
 def words(argv: Argv) -> list[str]:
     return ["/bin/sh", "-c", argv] if isinstance(argv, str) else [*argv]
+
+
+def end(process: asyncio.subprocess.Process, signal: int) -> None:
+    """It may have ended by itself a moment ago."""
+    with suppress(ProcessLookupError):
+        if process.returncode is None:
+            os.killpg(process.pid, signal)
 
 
 class FolderProcess:
@@ -42,8 +50,7 @@ class FolderProcess:
         self.process.stdin.close()
 
     async def kill(self, signal: int = 9) -> None:
-        if self.process.returncode is None:
-            os.killpg(self.process.pid, signal)
+        end(self.process, signal)
 
     async def wait(self, *, timeout_s: float) -> ExecResult:
         async with asyncio.timeout(timeout_s):
@@ -80,10 +87,10 @@ class FolderBox:
                 out, err = await asyncio.shield(talk)
         except TimeoutError:
             timed_out = True
-            os.killpg(process.pid, signals.SIGKILL)
+            end(process, signals.SIGKILL)
             out, err = await talk
         except asyncio.CancelledError:
-            os.killpg(process.pid, signals.SIGKILL)
+            end(process, signals.SIGKILL)
             await talk
             raise
         assert process.returncode is not None

@@ -139,6 +139,7 @@ static void prepare(struct embryo *e, uint32_t serial) {
     }
     if ((e->userns = make_userns(s_)) < 0) fail("make a user namespace");
     make_disk(e);
+    if (s_->by_path && sys_move_mount(e->disk, "", AT_FDCWD, "/run") < 0) fail("attach the disk");
 }
 
 /* The next order; the process ends quietly when the owner has gone. */
@@ -193,7 +194,22 @@ static void limit_group(const struct embryo *e, const struct order *o) {
     if (write_at(s_->cpu_fd, path, "0") < 0) fail("bound the CPU time");
 }
 
-static int mount_root(struct embryo *e, const struct order *o) {
+/* Old kernels stack attached mounts only, named by path: the layers, clones of our own, are moved beside the writable one. */
+static void mount_root_by_path(const struct order *o) {
+    char options[4096], at[64];
+    size_t n = (size_t)snprintf(options, sizeof options, "%supperdir=/run/upper,workdir=/run/work,lowerdir=", s_->user_xattr ? "userxattr," : "");
+    for (size_t i = 0; i < o->num_layers; i++) {
+        snprintf(at, sizeof at, "/run/l%zu", i);
+        if (mkdir(at, 0700) < 0 || sys_move_mount(o->layers[i], "", AT_FDCWD, at) < 0) fail("attach a layer");
+        n += (size_t)snprintf(options + n, n < sizeof options ? sizeof options - n : 0, "%s%s", i ? ":" : "", at);
+    }
+    if (o->flags & ORDER_HOST) n += (size_t)snprintf(options + n, n < sizeof options ? sizeof options - n : 0, "%s/", o->num_layers ? ":" : "");
+    errno = E2BIG;
+    if (n >= sizeof options) fail("name the layers");
+    if (mount("overlay", "/mnt", "overlay", MS_NOSUID | MS_NODEV, options) < 0) fail("make the overlay");
+}
+
+static void mount_root(struct embryo *e, const struct order *o) {
     if (o->disk != DEFAULT_DISK) {
         int fs = sys_fspick(e->disk);
         if (fs < 0) fail("size the disk");
@@ -203,23 +219,26 @@ static int mount_root(struct embryo *e, const struct order *o) {
     }
     const char *given = o->flags & ORDER_BARE ? "bare" : "upper";
     if ((e->layer = sys_open_tree(e->disk, given, TREE_CLONE)) < 0) fail("hold the writable layer");
+    if (s_->by_path) { mount_root_by_path(o); return; }
     int upper = openat(e->disk, "upper", O_PATH | O_DIRECTORY | O_CLOEXEC), work = openat(e->disk, "work", O_PATH | O_DIRECTORY | O_CLOEXEC);
     int fs = sys_fsopen("overlay");
     if (fs < 0) fail("open an overlay");
     for (size_t i = 0; i < o->num_layers; i++) if (fs_fd(fs, "lowerdir+", o->layers[i]) < 0) fail("stack a layer (needs Linux 6.15)");
     if (o->flags & ORDER_HOST && fs_fd(fs, "lowerdir+", s_->template_fd) < 0) fail("stack the template (needs Linux 6.15)");
     if (fs_fd(fs, "upperdir", upper) < 0 || fs_fd(fs, "workdir", work) < 0) fail("give the overlay its disk");
-    if (fs_flag(fs, "userxattr") < 0) fail("ask the overlay for user attributes");
+    if (s_->user_xattr && fs_flag(fs, "userxattr") < 0) fail("ask the overlay for user attributes");
     fs_flag(fs, "volatile");
     if (fs_do(fs, FS_CREATE) < 0) fail("make the overlay");
     int root = sys_fsmount(fs, ATTR_NOSUID | ATTR_NODEV);
     if (root < 0) fail("mount the overlay");
     close(fs); close(upper); close(work);
-    return root;
+    if (sys_move_mount(root, "", AT_FDCWD, "/mnt") < 0) fail("attach the root");
+    close(root);
 }
 
-static void show(int fd, const char *at, uint64_t attributes) {
-    int clone = sys_open_tree(fd, "", TREE_CLONE | TREE_EMPTY);
+static void show(int fd, const char *path, const char *at, uint64_t attributes) {
+    /* A view that came by path is a clone of our own already. */
+    int clone = s_->by_path && !*path ? dup(fd) : sys_open_tree(fd, path, TREE_CLONE | (*path ? 0 : TREE_EMPTY));
     if (clone < 0 || (attributes && sys_set_attributes(clone, "", TREE_EMPTY, attributes, -1) < 0)) fail("show a layer");
     if (sys_move_mount(clone, "", AT_FDCWD, at) < 0) fail("show a layer");
     close(clone);
@@ -239,9 +258,7 @@ static void make_home(const char *path, const struct order *o) {
 }
 
 static void furnish(struct embryo *e, const struct order *o) {
-    int root = mount_root(e, o);
-    if (sys_move_mount(root, "", AT_FDCWD, "/mnt") < 0) fail("attach the root");
-    close(root);
+    mount_root(e, o);
     if (chdir("/mnt") < 0) fail("enter the root");
     char at[64];
     for (size_t i = 0; i < s_->num_grafts; i++) {
@@ -260,13 +277,13 @@ static void furnish(struct embryo *e, const struct order *o) {
     close(shm);
     if (o->flags & ORDER_BARE) {
         if (mkdir("mnt/layer", 0755) < 0 && errno != EEXIST) fail("show the bare layer");
-        show(e->layer, "./mnt/layer", 0);
+        show(e->disk, "bare", "./mnt/layer", 0);
     }
     for (size_t i = 0; i < o->num_views; i++) {
         mkdir("mnt/view", 0755);
         snprintf(at, sizeof at, "./mnt/view/%zu", i);
         mkdir(at, 0755);
-        show(o->views[i], at, ATTR_RDONLY | ATTR_NODEV | ATTR_NOSUID);
+        show(o->views[i], "", at, ATTR_RDONLY | ATTR_NODEV | ATTR_NOSUID);
     }
     make_home(o->home, o);
     make_home(o->workdir, o);

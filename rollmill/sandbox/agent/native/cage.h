@@ -21,6 +21,9 @@ struct settings {
     char *grafts[MAX_GRAFTS];     /* mounts of the template that a box of the host's image takes along */
     size_t num_grafts;
     int has_idmap;
+    int by_path;                  /* this kernel stacks attached mounts only: layers are moved into the box before they are stacked */
+    int user_xattr;               /* overlays may note what they hide in user attributes */
+    char stage[16];               /* a folder that nothing shown lies below */
 };
 
 /* kernel.c: calls that the C library may lack; each returns -1 with errno. */
@@ -60,5 +63,5 @@ int enter_template(struct settings *s, struct cursor *plan, const char **step);
 void live(const struct settings *s, uint32_t slot, uint32_t serial) __attribute__((noreturn));
 
 /* opener.c: turns paths of the host into layers, until its owner hangs up. */
-void open_layers(const struct settings *s, int fd) __attribute__((noreturn));
+void open_layers(const struct settings *s, int fd, int ready_fd) __attribute__((noreturn));
 #endif

@@ -10,7 +10,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static char stage[16];
+static const char *stage;
 static uint32_t root_id;
 static int chowns;
 
@@ -146,14 +146,13 @@ static int fill(struct settings *s, struct cursor *plan, int userns, const char 
 
 int enter_template(struct settings *s, struct cursor *plan, const char **step) {
     chowns = !s->is_rootless;
+    stage = s->stage;
     root_id = s->id_base;
     s->has_idmap = 0;
     int userns = -1;
     if (s->num_ids > 1) { s->has_idmap = 1; userns = make_userns(s); }
     *step = "make the mounts private";
     if (mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) < 0) return -1;
-    const char *chosen = get_string(plan); /* by the owner, who knows that no bind lies below it */
-    snprintf(stage, sizeof stage, "%s", chosen ? chosen : "/mnt");
     *step = "mount a tmpfs for the template";
     if (mount("tmpfs", stage, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=16m,nr_inodes=16384") < 0) return -1;
     own(stage, 0);

@@ -254,10 +254,12 @@ int zygote_main(int argc, char **argv) {
     s.is_rootless = (int)get_u32(&c); s.groups = (int)get_u32(&c);
     s.pool_low = get_u32(&c); s.pool_high = get_u32(&c); s.num_preparing = get_u32(&c);
     s.id_base = get_u32(&c); s.num_ids = get_u32(&c);
+    s.by_path = (int)get_u32(&c); s.user_xattr = (int)get_u32(&c);
     s.filter = get_text(&c, &s.num_filter);
     const char *own = get_string(&c);
-    char *memory = get_string(&c), *cpu = get_string(&c), path[4096];
-    if (c.bad || !own || !memory || !cpu) broken(EINVAL, step);
+    char *memory = get_string(&c), *cpu = get_string(&c), *stage = get_string(&c), path[4096];
+    if (c.bad || !own || !memory || !cpu || !stage) broken(EINVAL, step);
+    snprintf(s.stage, sizeof s.stage, "%s", stage);
     int memory_parent = open_folder(memory), cpu_parent = open_folder(cpu);
     snprintf(path, sizeof path, "%s/%s", memory, own);
     s.memory_fd = memory_parent < 0 ? -1 : open_folder(path);
@@ -266,11 +268,17 @@ int zygote_main(int argc, char **argv) {
     s.proc_fd = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (s.is_rootless) become_own_root();
     else if (unshare(CLONE_NEWNS) < 0) broken(errno, "unshare the mount namespace");
+    int pair[2];
+    char byte;
+    if (pipe2(pair, O_CLOEXEC) < 0) broken(errno, "make a pipe");
     opener = fork();
     if (opener < 0) broken(errno, "fork");
-    if (opener == 0) open_layers(&s, fds[1]);
+    if (opener == 0) open_layers(&s, fds[1], pair[1]);
+    close(pair[1]);
+    /* It must be in a mount namespace of its own first: changing the root takes along every process of this one. */
+    if (read(pair[0], &byte, 1) != 1) broken(EIO, "start the process that opens layers");
+    close(pair[0]);
     close(fds[1]);
-    int pair[2];
     if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) < 0) broken(errno, "make a socket pair");
     news_fd = pair[0];
     s.news_fd = pair[1];
