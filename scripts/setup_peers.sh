@@ -23,7 +23,7 @@ echo "deb $mirror $suite main" > "$peers/apt/sources.list"
 apt() {
     apt-get -q -o Dir::Etc::sourcelist="$peers/apt/sources.list" -o Dir::Etc::sourceparts=/dev/null -o Dir::Etc::preferencesparts=/dev/null \
         -o Dir::State="$peers/apt/state" -o Dir::State::status="$peers/apt/status" -o Dir::Cache="$peers/apt/cache" \
-        -o APT::Sandbox::User="$(id -un)" -o Debug::NoLocking=1 "$@" > "$peers/apt/log" 2>&1
+        -o APT::Sandbox::User="$(id -un 2> /dev/null || echo root)" -o Debug::NoLocking=1 "$@" > "$peers/apt/log" 2>&1
 }
 if ! command -v apt-get > /dev/null || ! apt update; then
     echo "left out: bubblewrap, crun, runsc, criu (apt-get cannot reach $mirror; see $peers/apt/log)" >&2

@@ -107,6 +107,16 @@ class Session:
         self.messages.append({"role": "assistant", "content": text})
         return Reply(text=text, is_complete=is_complete, num_tokens=len(ids))
 
+    def branch(self, key: str) -> Session:
+        """Another conversation with the same past. What was sampled so far counts as context there: it is trained where it was sampled,
+        and nowhere twice."""
+        other = Session(self._gateway, key, seed=self._seed, temperature=self._temperature, min_version=self._min_version)
+        other.messages = [dict(message) for message in self.messages]
+        num = self.num_tokens
+        other._extend(list(self._tokens), [0] * num, [0.0] * num, [-1] * num)
+        other._routes, other._num_routed, other._num_turns = list(self._routes), self._num_routed, self._num_turns
+        return other
+
     def window(self) -> Window:
         """The context so far, with the evidence."""
         return Window.of(

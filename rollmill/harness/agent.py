@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -39,12 +40,44 @@ class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
     timing_s: dict[str, float]
 
 
-async def run_agent(task: Task, box: Sandbox, session: Session, limits: Limits, *, deadline: float, rng: random.Random) -> AgentRun:
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """The boundary before a turn: no tool runs, so the box is quiet and can be frozen, and the session can be branched.
+
+    A branch is `Turn(number=t.number, pending=t.pending, session=t.session.branch(key), box=(await (await t.box.snapshot()).fork(1))[0])`.
+    """
+
+    number: int
+    """From 0; the first is the start of the episode."""
+    pending: list[dict[str, Any]]
+    """Messages that the policy has not seen yet."""
+    session: Session
+    box: Sandbox
+    num_bad: int = 0
+    """Replies so far that were no valid tool call."""
+
+
+AtTurn = Callable[[Turn], Awaitable[None]]
+
+
+def first_turn(task: Task, box: Sandbox, session: Session) -> Turn:
+    pending = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task.instruction}]
+    return Turn(number=0, pending=pending, session=session, box=box)
+
+
+async def run_agent(
+    task: Task, box: Sandbox, session: Session, limits: Limits, *, deadline: float, rng: random.Random, at_turn: AtTurn | None = None
+) -> AgentRun:
     """Play one episode. Whatever the policy does ends in a StopReason; only our own machinery raises."""
+    return await go_on(first_turn(task, box, session), task, limits, deadline=deadline, rng=rng, at_turn=at_turn)
+
+
+async def go_on(turn: Turn, task: Task, limits: Limits, *, deadline: float, rng: random.Random, at_turn: AtTurn | None = None) -> AgentRun:
+    """Play from a turn to the end; `at_turn` is called at every boundary, the given one included."""
     timing = {"model": 0.0, "tool": 0.0}
-    num_bad = 0
-    new: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task.instruction}]
-    for _ in range(limits.max_turns):
+    box, session, num_bad, new = turn.box, turn.session, turn.num_bad, turn.pending
+    for number in range(turn.number, limits.max_turns):
+        if at_turn is not None:
+            await at_turn(Turn(number=number, pending=list(new), session=session, box=box, num_bad=num_bad))
         started = time.monotonic()
         try:
             reply = await session.reply(new, max_tokens=limits.max_tokens_per_turn, max_context=limits.max_context, deadline=deadline)

@@ -8,16 +8,22 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 from rollmill.records import RunFailure
+from rollmill.sandbox import SandboxBackend, SandboxSpec, open_backend
+from rollmill.sandbox.agent.native import build
 from rollmill.sandbox.doctor import Check, Finding, broken, missing, ok
+from rollmill.sandbox.microvm.assets import Assets
+from rollmill.sandbox.microvm.detect import accelerator, look
 
 BOXES = 5000
 """Boxes that one machine should be able to hold."""
@@ -25,6 +31,7 @@ KERNEL = (6, 15)
 """Overlays of layers that are mounted nowhere."""
 TOOL_S = 15.0
 BOX_S = 50.0
+_LOADING = threading.Lock()
 _EXTRAS = {"interop": ("xxhash",), "gguf": ("gguf",)}
 _TORCH = (
     "import json, torch; print(json.dumps([torch.__version__, [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]]))"
@@ -67,8 +74,6 @@ def disk_space() -> Finding:
 
 
 def compiler() -> Finding:
-    from rollmill.sandbox.agent.native import build
-
     found = build.compiler()
     if found is None:
         return missing("C compiler", "boxes are made by the slower helper in Python", "apt-get install gcc libc6-dev")
@@ -76,8 +81,6 @@ def compiler() -> Finding:
 
 
 def helper() -> Finding:
-    from rollmill.sandbox.agent.native import build
-
     path = build.binary()
     if path is None:
         return missing(
@@ -98,9 +101,7 @@ def boxes(backend: str) -> Finding:
 
 
 async def _trial(name: str, backend_name: str) -> Finding:
-    from rollmill.sandbox import SandboxSpec, open_backend
-
-    backend = open_backend(backend_name)
+    backend = _opened(backend_name)
     try:
         able = await backend.capabilities()
         begun = time.perf_counter()
@@ -115,6 +116,12 @@ async def _trial(name: str, backend_name: str) -> Finding:
     verbs = [verb for verb in ("fork", "live_fork", "save", "suspend", "egress", "images") if getattr(able, verb)]
     facts = ", ".join(f"{key} {value}" for key, value in able.facts.items())
     return ok(name, f"made in {made_s * 1e3:.1f} ms; gives {', '.join(verbs) or 'no forks'}{f'; {facts}' if facts else ''}")
+
+
+def _opened(backend: str) -> SandboxBackend:
+    """Checks run in threads, and two that load parts which need each other at once would stop each other."""
+    with _LOADING:
+        return open_backend(backend)
 
 
 def kernel() -> Finding:
@@ -247,9 +254,6 @@ def criu() -> Finding:
 
 
 def kvm() -> Finding:
-    from rollmill.sandbox.microvm.assets import Assets
-    from rollmill.sandbox.microvm.detect import accelerator, look
-
     found = accelerator(look(Assets(None)))
     if found.name != "kvm":
         return missing("/dev/kvm", f"virtual machines are translated, slowly: {found.why}", "nothing, or a machine with VT-x or AMD-V")
@@ -266,9 +270,7 @@ def hosted() -> Finding:
 
 def _probed(backend: str) -> Finding:
     """A backend's own word; asked only of those that start nothing to find out."""
-    from rollmill.sandbox import open_backend
-
-    why: str | None = open_backend(backend).probe()
+    why = _opened(backend).probe()
     if why is None:
         return ok(backend, "boxes can be made")
     said, _, fix = why.partition("; ")
@@ -329,9 +331,8 @@ def all_checks(backend: str = "namespace") -> list[tuple[str, Check]]:
 
 def version_of(release: str) -> tuple[int, int]:
     """`6.18.44-fc` -> (6, 18)."""
-    major, _, rest = release.partition(".")
-    minor = "".join(c for c in rest.partition(".")[0] if c.isdigit())
-    return int(major), int(minor or 0)
+    found = re.match(r"(\d+)\.(\d+)", release)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def _tool(argv: list[str], *, within_s: float = TOOL_S) -> subprocess.CompletedProcess[str]:

@@ -152,3 +152,24 @@ def test_same_seed_and_key_ask_with_the_same_seeds_and_turns_differ() -> None:
 
     assert seeds(1, "a") == seeds(1, "a")
     assert len({*seeds(1, "a"), *seeds(2, "a"), *seeds(1, "b")}) == 9
+
+
+def test_branch_goes_on_from_the_same_tokens_and_trains_only_its_own() -> None:
+    engine = FakeEngine(random.Random(1))
+    session = open_session(engine)
+
+    async def talk() -> Session:
+        await session.reply([{"role": "user", "content": "u"}], max_tokens=4, max_context=BIG, deadline=soon())
+        branch = session.branch("g000001.0.1")
+        for each in (session, branch):
+            await each.reply([{"role": "user", "content": "v"}], max_tokens=4, max_context=BIG, deadline=soon())
+        return branch
+
+    branch = asyncio.run(talk())
+    trunk, other = session.window(), branch.window()
+    _, second, third = engine.requests
+    assert second.seed != third.seed
+    shared = int(np.argmax(other.sampled_T))
+    assert shared > 0 and other.tokens_T[:shared].tolist() == trunk.tokens_T[:shared].tolist()
+    assert trunk.sampled_T[:shared].any() and other.sampled_T[shared:].all()
+    assert branch.messages[:-1] == session.messages[:-1]

@@ -73,6 +73,12 @@ def test_order_is_read_as_its_owner_packed_it(num_layers, num_views, root, bare,
         order.parse(message, list(range(num_layers + num_views + 1)))
 
 
+@pytest.fixture(params=["descriptor", "path"])
+def stacking(request, monkeypatch) -> None:
+    """How layers are stacked: as new kernels can, and as old ones need it."""
+    monkeypatch.setenv("ROLLMILL_BOX_STACK", request.param)
+
+
 async def said(box, line: str) -> str:
     result = await box.exec(line, timeout_s=DEADLINE_S)
     return result.stdout.decode()
@@ -131,7 +137,7 @@ def test_root_of_a_box_rules_its_files_and_users_only(play):
     play(scene)
 
 
-def test_forks_start_from_one_state_and_keep_apart(play):
+def test_forks_start_from_one_state_and_keep_apart(play, stacking):
     async def scene(backend):
         box = await backend.create(SandboxSpec(files={"kept": "1", "gone": "2"}))
         snapshot = await box.snapshot()
@@ -152,7 +158,7 @@ def test_forks_start_from_one_state_and_keep_apart(play):
     play(scene)
 
 
-def test_saved_state_comes_back_through_couriers(play, tmp_path):
+def test_saved_state_comes_back_through_couriers(play, stacking, tmp_path):
     async def scene(backend):
         box = await backend.create(SandboxSpec())
         await said(box, "mkdir -p d/e; echo 1 > d/e/f; chmod 700 d; ln -s d/e/f l; rm ~/.bashrc")
@@ -166,7 +172,7 @@ def test_saved_state_comes_back_through_couriers(play, tmp_path):
     play(scene)
 
 
-def test_view_of_a_frozen_layer_is_read_only_and_a_bare_layer_is_not(play):
+def test_view_of_a_frozen_layer_is_read_only_and_a_bare_layer_is_not(play, stacking):
     async def scene(backend):
         box = await backend.create(SandboxSpec(files={"seen": "1"}))
         snapshot = await box.snapshot()
@@ -186,18 +192,18 @@ def test_view_of_a_frozen_layer_is_read_only_and_a_bare_layer_is_not(play):
     play(scene)
 
 
-def test_folder_that_is_not_there_cannot_be_a_layer(play, tmp_path):
+def test_folder_that_is_not_there_cannot_be_a_layer(play, stacking, tmp_path):
     async def scene(backend):
         await backend.start()
         with pytest.raises(RunFailure, match="cannot be a layer: No such file or directory"):
             await backend._zygote.open_layer(str(tmp_path / "absent"))
-        os.close(await backend._zygote.open_layer(str(tmp_path)))
+        (await backend._zygote.open_layer(str(tmp_path))).let_go()
 
     play(scene)
 
 
 @pytest.mark.parametrize("twin", ["native", "plain"])
-def test_image_of_the_store_is_the_root_of_a_box(machine, tmp_path, twin):
+def test_image_of_the_store_is_the_root_of_a_box(machine, stacking, tmp_path, twin):
     with pytest.MonkeyPatch.context() as patch:
         use_twin(patch, twin)
         _try_image(tmp_path)

@@ -127,16 +127,18 @@ def twin(request, machine) -> str:
     return request.param
 
 
-def start(program: str, twin: str) -> subprocess.Popen[str]:
+def start(program: str, twin: str, stacking: str = "descriptor") -> subprocess.Popen[str]:
     python = interpreter()
     if python is None:
         pytest.skip("no interpreter that an ordinary user may run")
-    ordinary = as_user() | {"env": {**ENVIRONMENT, "ROLLMILL_BOX_AGENT": twin}}
+    ordinary = as_user() | {"env": {**ENVIRONMENT, "ROLLMILL_BOX_AGENT": twin, "ROLLMILL_BOX_STACK": stacking}}
     return subprocess.Popen([python, "-c", program], **ordinary, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_ordinary_user_gets_boxes_that_run_fork_and_hold(twin):
-    owner = start(OWNER, twin)
+@pytest.mark.parametrize("stacking", ["descriptor", "path"])
+def test_ordinary_user_gets_boxes_that_run_fork_and_hold(twin, stacking):
+    """`stacking`: as new kernels can, and as old ones need it."""
+    owner = start(OWNER, twin, stacking)
     stdout, stderr = owner.communicate(timeout=2 * DEADLINE_S)
     assert owner.returncode == 0, stderr
     found = json.loads(stdout)

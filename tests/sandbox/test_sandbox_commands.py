@@ -237,6 +237,7 @@ def test_doctor_prints_every_check_with_a_remedy_where_one_is_needed(
     assert not ended.value.code and told["works"]
     assert len(told["checks"]) == len(checks.sandbox_checks())
     assert all(check["health"] == "ok" or check["fix"] for check in told["checks"])
+    assert not [check for check in told["checks"] if "the check failed" in check["detail"]]
 
 
 def test_doctor_is_importable_and_runs_without_torch() -> None:

@@ -137,7 +137,7 @@ class _Line:
 
         def make() -> Image:
             with self._store.stage() as stage:
-                copy_tree(base, stage / "rootfs")
+                copy_tree(base, stage / "rootfs", apart=record.home)
                 with Tree(stage / "rootfs") as tree:
                     change(tree)
                 return self._store.commit(stage, record)

@@ -350,9 +350,13 @@ def _ids(uid: int, gid: int) -> tuple[int, int]:
     return (uid if 0 <= uid <= MAX_ID else NOBODY), (gid if 0 <= gid <= MAX_ID else NOBODY)
 
 
-def copy_tree(source: Path, target: Path) -> None:
-    """The same tree in a new folder; regular files become second names of the old ones where the file system can."""
+def copy_tree(source: Path, target: Path, *, apart: str = "") -> None:
+    """The same tree in a new folder; regular files become second names of the old ones where the file system can.
+
+    Below `apart` they are copied: an owner who looks at the link counts in their own home should find ones.
+    """
     is_root = os.geteuid() == 0
+    own = f"{source}/{apart.strip('/')}/" if apart.strip("/") else ""
     target.mkdir(mode=0o700)
     for top, folders, files in os.walk(source):
         here = target / os.path.relpath(top, source)
@@ -365,7 +369,10 @@ def copy_tree(source: Path, target: Path) -> None:
             if stat.S_ISLNK(found.st_mode):
                 os.symlink(os.readlink(old), new)
             elif stat.S_ISREG(found.st_mode):
-                _same_file(old, new)
+                if own and old.startswith(own):
+                    _copy_file(old, new)
+                else:
+                    _same_file(old, new)
                 continue
             else:
                 os.mkfifo(new, 0o600)
@@ -387,8 +394,13 @@ def _same_file(old: str, new: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EXDEV, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP):
             raise
-        shutil.copy2(old, new, follow_symlinks=False)
-        if os.geteuid() == 0:
-            found = os.lstat(old)
-            os.chown(new, found.st_uid, found.st_gid)
-            os.chmod(new, stat.S_IMODE(found.st_mode))
+        _copy_file(old, new)
+
+
+def _copy_file(old: str, new: Path) -> None:
+    shutil.copy2(old, new, follow_symlinks=False)
+    if os.geteuid() == 0:
+        found = os.lstat(old)
+        os.chown(new, found.st_uid, found.st_gid)
+        os.chmod(new, stat.S_IMODE(found.st_mode))
+        os.utime(new, ns=(found.st_mtime_ns, found.st_mtime_ns))

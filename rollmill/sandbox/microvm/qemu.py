@@ -21,6 +21,7 @@ ORDER_DEADLINE_S = 30.0
 MOVE_DEADLINE_S = 120.0
 """For the memory of a machine to be written or read."""
 CONSOLE_BYTES = 1 << 14
+_SETTLE_S = 0.002
 _MIB = 1 << 20
 _UNLIMITED = 1 << 40
 """Bytes per second of a saved memory; the default is meant for networks."""
@@ -29,9 +30,10 @@ _UNLIMITED = 1 << 40
 class QemuMachine:
     """One QEMU; made by `QemuVmm` only."""
 
-    def __init__(self, config: MachineConfig, process: asyncio.subprocess.Process, ours: dict[str, socket.socket]) -> None:
+    def __init__(self, config: MachineConfig, name: str, process: asyncio.subprocess.Process, ours: dict[str, socket.socket]) -> None:
         loop = asyncio.get_running_loop()
         self.config = config
+        self.name = name
         self.process = process
         self.agent, self.warden = ours["agent"], ours["warden"]
         self.ended: asyncio.Future[Ending] = loop.create_future()
@@ -64,6 +66,17 @@ class QemuMachine:
         try:
             await self._order("getfd", {"fdname": "saved"}, fd=file)
             await self.move("migrate", "fd:saved")
+            # QEMU tells of the end a moment before it can go on.
+            async with asyncio.timeout(ORDER_DEADLINE_S):
+                while True:
+                    if (await self._order("query-status"))["status"] != "finish-migrate":
+                        break
+                    await asyncio.sleep(_SETTLE_S)
+        except TimeoutError:
+            os.close(file)
+            raise RunFailure(
+                Boundary.SANDBOX, f"machine {self.name} was saved and then did not settle within {ORDER_DEADLINE_S:g} s"
+            ) from None
         except BaseException:
             os.close(file)
             raise
@@ -82,7 +95,7 @@ class QemuMachine:
             status = f"not done within {MOVE_DEADLINE_S:g} s"
         if status != "completed":
             detail = (await self._order("query-migrate")).get("error-desc", "") if not self.ended.done() else self.ended.result().why
-            raise RunFailure(Boundary.SANDBOX, f"machine {self.config.name}: {command} {status}. {detail}")
+            raise RunFailure(Boundary.SANDBOX, f"machine {self.name}: {command} {status}. {detail}")
 
     def kill(self) -> None:
         self._killed = True
@@ -97,7 +110,7 @@ class QemuMachine:
         try:
             return await self.qmp.call(command, arguments, deadline_s=ORDER_DEADLINE_S, fd=fd)
         except QmpError as error:
-            raise RunFailure(Boundary.SANDBOX, f"machine {self.config.name}: {error}") from None
+            raise RunFailure(Boundary.SANDBOX, f"machine {self.name}: {error}") from None
 
     def _read_console(self) -> bool:
         """Whether there was anything."""
@@ -215,7 +228,7 @@ class QemuVmm:
             os.close(initrd)
             for sock in theirs.values():
                 sock.close()
-        machine = QemuMachine(config, process, ours)
+        machine = QemuMachine(config, name, process, ours)
         try:
             machine.qmp = await Qmp.open(ours["qmp"], machine.heard, deadline_s=START_DEADLINE_S)
             capabilities = [{"capability": "events", "state": True}]

@@ -242,9 +242,10 @@ class NamespaceBackend:
         let_go(chain)  # the snapshot holds them now
         return snapshot
 
-    def _courier(self, spec: SandboxSpec) -> NamespaceCourier:
+    def _courier(self, spec: SandboxSpec, num_layers: int = 1) -> NamespaceCourier:
+        """`num_layers`: how many full disks what it carries may hold together."""
         assert self._zygote is not None
-        return NamespaceCourier(self, disk_bytes=2 * spec.disk_bytes + _COURIER_BYTES, root=not self._zygote.has_one_id)
+        return NamespaceCourier(self, disk_bytes=(1 + num_layers) * spec.disk_bytes + _COURIER_BYTES, root=not self._zygote.has_one_id)
 
     def kill(self, slot: int) -> None:
         if self._zygote is not None:

@@ -26,7 +26,7 @@ class Deep(Protocol):
 
 
 class Flattener:
-    def __init__(self, courier: Callable[[SandboxSpec], NamespaceCourier], *, max_depth: int = MAX_DEPTH) -> None:
+    def __init__(self, courier: Callable[[SandboxSpec, int], NamespaceCourier], *, max_depth: int = MAX_DEPTH) -> None:
         self._courier, self._max_depth = courier, max_depth
         self._book: ChainBook[Layer] = ChainBook(max_depth=max_depth)
         self._owners: dict[int, Deep] = {}
@@ -57,9 +57,10 @@ class Flattener:
         while (flattening := self._book.next()) is not None:
             held = use(flattening.layers)
             try:
-                whole = await saved.flatten(self._courier(spec), flattening.layers)
-            except RunFailure as failure:
-                log.warning("%d layers stay apart: %s", len(flattening.layers), failure.message)
+                whole = await saved.flatten(self._courier(spec, len(flattening.layers)), flattening.layers)
+            except (RunFailure, ValueError, OSError) as failure:
+                # Deep stacks work, only slower: what cannot be made shallow is left as it is.
+                log.warning("%d layers stay apart: %s", len(flattening.layers), failure)
                 self._book.failed(flattening)
                 continue
             finally:

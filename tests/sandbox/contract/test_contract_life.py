@@ -139,3 +139,27 @@ def test_a_program_cannot_reach_the_network_without_being_let(scene: Scene) -> N
         assert len(result.stdout.splitlines()) <= 1, "a route leads out"
 
     scene.play(play)
+
+
+def test_using_up_the_memory_is_the_program_s_own_doing(scene: Scene) -> None:
+    async def play() -> None:
+        if not scene.is_isolated:
+            return
+        async with scene.fresh(memory_bytes=64 << 20) as box:
+            result = await box.exec(["tail", "/dev/zero"], timeout_s=WAIT_S)
+            assert result.exit_code != 0 and not result.timed_out
+
+    scene.play(play)
+
+
+def test_a_full_process_table_is_the_program_s_own_doing(scene: Scene) -> None:
+    async def play() -> None:
+        if not scene.is_isolated:
+            return
+        async with scene.fresh(num_processes=16) as box:
+            filled = await box.exec(["sh", "-c", "for i in $(seq 300); do sleep 1000 & done"], timeout_s=WAIT_S)
+            assert filled.exit_code != 0, "more programs than the box may have"
+            again = await box.exec(["true"], timeout_s=WAIT_S)
+            assert again.exit_code in (0, 126), "it runs, or it is said that it cannot; the box has not failed"
+
+    scene.play(play)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE, MS_SLAVE = 1, 2, 4, 32, 4096, 16384, 1 << 18, 1 << 19
 TREE_CLONE, TREE_EMPTY, TREE_RECURSIVE = 1, 0x1000, 0x8000
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV, ATTR_NOEXEC, ATTR_IDMAP = 1, 2, 4, 8, 0x00100000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS = 1, 4, 8, 38
@@ -128,10 +128,14 @@ def mount(source: bytes | None, target: bytes, kind: bytes | None, flags: int, o
     _check(_libc.mount(source, target, kind, ctypes.c_ulong(flags), options))
 
 
+def unmount(target: bytes) -> None:
+    _check(_libc.umount2(target, _MNT_DETACH))
+
+
 def pivot_here() -> None:
     """Make the working directory the root of this mount namespace and let go of the old one."""
     _check(_libc.pivot_root(b".", b"."))
-    _check(_libc.umount2(b".", _MNT_DETACH))
+    unmount(b".")
     os.chdir("/")
 
 

@@ -16,6 +16,8 @@ _DEFAULT_DISK_BYTES = 64 << 20
 _BYTES_PER_FILE, _MIN_FILES = 4096, 1024
 _DISK_FOLDERS = (("upper", 0o755), ("work", 0o700), ("shm", 0o1777), ("bare", 0o755))
 _TTY_GROUP = 5
+_MAX_OPTION_BYTES = 4096
+"""What one page holds: the bound of the old way to mount."""
 _RESOLVER = b"nameserver 10.0.2.3\n"
 _CERTIFICATES = b"etc/ssl/certs/ca-certificates.crt"
 
@@ -45,7 +47,11 @@ def prepare(settings: Settings) -> Embryo:
         pts = fs.mount(k.ATTR_NOSUID | k.ATTR_NOEXEC)
     with k.step("make a user namespace"):
         userns = settings.make_userns()
-    return Embryo(userns=userns, proc=proc, pts=pts, disk=_make_disk(settings))
+    disk = _make_disk(settings)
+    if settings.by_path:
+        with k.step("attach the disk"):
+            k.attach(disk, b"/run")
+    return Embryo(userns=userns, proc=proc, pts=pts, disk=disk)
 
 
 def _make_disk(settings: Settings) -> int:
@@ -78,13 +84,14 @@ def furnish(settings: Settings, embryo: Embryo, order: Order) -> int:
             fs.reconfigure()
     with k.step("hold the writable layer"):
         layer = k.open_tree(embryo.disk, b"bare" if order.flags & OrderFlag.BARE else b"upper", k.TREE_CLONE)
-    with k.step("attach the root"):
-        root = _stack(settings, embryo.disk, order)
-        k.attach(root, b"/mnt")
-        os.close(root)
+    if settings.by_path:
+        _stack_by_path(settings, order)
+    else:
+        _stack(settings, embryo.disk, order)
+    with k.step("enter the root"):
         os.chdir("/mnt")
     _mount_inside(settings, embryo, order)
-    _show_layers(layer, order)
+    _show_layers(settings, embryo.disk, order)
     for path in (order.home, order.workdir):
         with k.step("make the working folder"):
             _make_home(settings, path, order)
@@ -97,7 +104,26 @@ def furnish(settings: Settings, embryo: Embryo, order: Order) -> int:
     return layer
 
 
-def _stack(settings: Settings, disk: int, order: Order) -> int:
+def _stack_by_path(settings: Settings, order: Order) -> None:
+    """Old kernels stack attached mounts only, named by path: the layers, clones of our own, are moved beside the writable one."""
+    lower = []
+    with k.step("attach a layer"):
+        for number, layer in enumerate(order.layers):
+            lower.append(b"/run/l%d" % number)
+            os.mkdir(lower[-1], 0o700)
+            k.attach(layer, lower[-1])
+    if order.flags & OrderFlag.HOST:
+        lower.append(b"/")
+    options = b"upperdir=/run/upper,workdir=/run/work,lowerdir=" + b":".join(lower)
+    if settings.has_user_xattr:
+        options = b"userxattr," + options
+    if len(options) >= _MAX_OPTION_BYTES:
+        raise k.StepFailed(errno.E2BIG, "name the layers")
+    with k.step("make the overlay"):
+        k.mount(b"overlay", b"/mnt", b"overlay", k.MS_NOSUID | k.MS_NODEV, options)
+
+
+def _stack(settings: Settings, disk: int, order: Order) -> None:
     flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
     upper, work = (os.open(name, flags, dir_fd=disk) for name in ("upper", "work"))
     try:
@@ -110,15 +136,19 @@ def _stack(settings: Settings, disk: int, order: Order) -> int:
             with k.step("give the overlay its disk"):
                 fs.set_fd(b"upperdir", upper)
                 fs.set_fd(b"workdir", work)
-            with k.step("ask the overlay for user attributes"):
-                fs.set_flag(b"userxattr")
+            if settings.has_user_xattr:
+                with k.step("ask the overlay for user attributes"):
+                    fs.set_flag(b"userxattr")
             with contextlib.suppress(OSError):  # only saves time
                 fs.set_flag(b"volatile")
             fs.create()
-            return fs.mount(k.ATTR_NOSUID | k.ATTR_NODEV)
+            root = fs.mount(k.ATTR_NOSUID | k.ATTR_NODEV)
     finally:
         os.close(upper)
         os.close(work)
+    with k.step("attach the root"):
+        k.attach(root, b"/mnt")
+        os.close(root)
 
 
 def _mount_inside(settings: Settings, embryo: Embryo, order: Order) -> None:
@@ -145,28 +175,24 @@ def _mount_inside(settings: Settings, embryo: Embryo, order: Order) -> None:
         os.close(shm)
 
 
-def _show_layers(layer: int, order: Order) -> None:
+def _show_layers(settings: Settings, disk: int, order: Order) -> None:
     if order.flags & OrderFlag.BARE:
         with k.step("show the bare layer"):
             _make_folder(b"mnt/layer")
-            _show(layer, b"./mnt/layer", 0)
+            bare = k.open_tree(disk, b"bare", k.TREE_CLONE)
+            k.attach(bare, b"./mnt/layer")
+            os.close(bare)
     if order.views:
         _make_folder(b"mnt/view")
     for number, view in enumerate(order.views):
         with k.step("show a layer"):
             at = b"mnt/view/%d" % number
             _make_folder(at)
-            _show(view, at, k.ATTR_RDONLY | k.ATTR_NODEV | k.ATTR_NOSUID)
-
-
-def _show(fd: int, at: bytes, attributes: int) -> None:
-    clone = k.open_tree(fd, b"", k.TREE_CLONE | k.TREE_EMPTY)
-    try:
-        if attributes:
-            k.set_attributes(clone, attributes)
-        k.attach(clone, at)
-    finally:
-        os.close(clone)
+            # One that came from the opener's keeping is a clone of our own already.
+            clone = os.dup(view) if settings.by_path else k.open_tree(view, b"", k.TREE_CLONE | k.TREE_EMPTY)
+            k.set_attributes(clone, k.ATTR_RDONLY | k.ATTR_NODEV | k.ATTR_NOSUID)
+            k.attach(clone, at)
+            os.close(clone)
 
 
 def _make_home(settings: Settings, path: bytes, order: Order) -> None:

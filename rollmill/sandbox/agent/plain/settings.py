@@ -10,7 +10,7 @@ from enum import IntEnum
 from .. import wire
 from . import kernel as k
 
-_HEAD = struct.Struct("<7I")
+_HEAD = struct.Struct("<9I")
 _NEWS = struct.Struct("<III")
 _MAX_STEP_BYTES = 128
 
@@ -34,11 +34,17 @@ class Settings:
     id_base: int
     """Ids 0.. of a box are these here; with one id it is the box's user."""
     num_ids: int
+    by_path: bool
+    """This kernel stacks attached mounts only: layers are moved into the box before they are stacked."""
+    has_user_xattr: bool
+    """Overlays may note what they hide in user attributes."""
     program: bytes
     """The system-call filter; empty: none for this machine type."""
     own: str
     memory: str
     cpu: str
+    stage: bytes
+    """A folder that nothing shown lies below: where mounts are put together."""
     memory_fd: int = -1
     cpu_fd: int = -1
     """Folders of our control groups, or -1."""
@@ -52,12 +58,13 @@ class Settings:
 
     @classmethod
     def parse(cls, plan: wire.Body) -> Settings:
-        rootless, version, low, high, num_preparing, id_base, num_ids = plan.take(_HEAD)
+        rootless, version, low, high, num_preparing, id_base, num_ids, by_path, has_user_xattr = plan.take(_HEAD)
         program = plan.text()
         own, memory, cpu = (os.fsdecode(plan.text()) for _ in range(3))
         return cls(
             is_rootless=bool(rootless), group_version=version, pool=min(low, high), num_preparing=num_preparing, id_base=id_base,
-            num_ids=num_ids, program=program, own=own, memory=memory, cpu=cpu,
+            num_ids=num_ids, by_path=bool(by_path), has_user_xattr=bool(has_user_xattr), program=program, own=own, memory=memory, cpu=cpu,
+            stage=plan.text(),
         )  # fmt: skip
 
     def make_userns(self) -> int:

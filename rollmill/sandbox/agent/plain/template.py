@@ -27,7 +27,7 @@ def enter_template(settings: Settings, plan: wire.Body) -> None:
     userns = settings.make_userns() if settings.num_ids > 1 else -1
     with k.step("make the mounts private"):
         k.mount(None, b"/", None, k.MS_REC | k.MS_PRIVATE)
-    template = _Template(settings, plan.text(), userns)  # the stage is chosen by the owner, who knows that no bind lies below it
+    template = _Template(settings, userns)
     template.fill(plan)
     if userns >= 0:
         os.close(userns)
@@ -45,8 +45,8 @@ def enter_template(settings: Settings, plan: wire.Body) -> None:
 
 
 class _Template:
-    def __init__(self, settings: Settings, stage: bytes, userns: int) -> None:
-        self.stage = stage
+    def __init__(self, settings: Settings, userns: int) -> None:
+        self.stage = stage = settings.stage
         self._settings, self._userns = settings, userns
         settings.has_idmap = userns >= 0
         with k.step("mount a tmpfs for the template"):

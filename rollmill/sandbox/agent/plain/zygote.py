@@ -107,7 +107,7 @@ def _begin(settings: Settings, plan: wire.Body, control_fd: int, opener_fd: int,
     if opener == 0:
         open_layers(settings, opener_fd)
     os.close(opener_fd)
-    # After the opener's fork: a change of the root takes along every process of the mount namespace.
+    # Not before the opener's fork: a change of the root takes along every process of the mount namespace.
     with k.step("unshare the mount namespace"):
         k.unshare(k.CLONE_NEWNS)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

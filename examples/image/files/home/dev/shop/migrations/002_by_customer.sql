@@ -1,0 +1,1 @@
+create index orders_by_customer on orders (customer);
