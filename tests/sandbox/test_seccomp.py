@@ -15,8 +15,9 @@ ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 
 
-def verdict(code: bytes, arch: int, number: int, argument: int = 0) -> int:
-    words = {0: number, 4: arch, 16: argument & 0xFFFFFFFF}
+def verdict(code: bytes, arch: int, number: int, *arguments: int) -> int:
+    given = (*arguments, 0, 0, 0)
+    words = {0: number, 4: arch, 16: given[0] & 0xFFFFFFFF, 24: given[1] & 0xFFFFFFFF, 32: given[2] & 0xFFFFFFFF}
     here, accumulator = 0, 0
     while True:
         op, yes, no, operand = struct.unpack_from("<HBBI", code, here * 8)
@@ -49,10 +50,28 @@ def verdict(code: bytes, arch: int, number: int, argument: int = 0) -> int:
         ("x86_64", "vsock", 41, 40, ERRNO | errno.EAFNOSUPPORT),
         ("aarch64", "vsock", 198, 40, ERRNO | errno.EAFNOSUPPORT),
         ("x86_64", "x32 call", 0x40000001, 0, ERRNO | errno.EPERM),
+        ("x86_64", "SCTP socket", 41, (2, 1, 132), ERRNO | errno.EPROTONOSUPPORT),
+        ("x86_64", "TCP socket", 41, (2, 1, 6), ALLOW),
+        ("x86_64", "unix socket", 41, (1, 1, 0), ALLOW),
+        ("x86_64", "route socket", 41, (16, 3, 0), ALLOW),
+        ("aarch64", "netfilter socket", 198, (16, 3, 12), ERRNO | errno.EPROTONOSUPPORT),
+        ("x86_64", "asynchronous I/O of the whole machine", 206, 8, ERRNO | errno.ENOSYS),
+        ("aarch64", "asynchronous I/O of the whole machine", 0, 8, ERRNO | errno.ENOSYS),
+        ("x86_64", "a call newer than the table", 480, 0, ERRNO | errno.ENOSYS),
+        ("x86_64", "own limit", 302, (0, 7), ALLOW),
+        ("x86_64", "a child's limit", 302, (17, 7), ALLOW),
+        ("x86_64", "the first process's limit", 302, (1, 7), ERRNO | errno.EPERM),
+        ("aarch64", "the first process's scheduler", 119, (1, 5), ERRNO | errno.EPERM),
+        ("x86_64", "own priority", 141, (0, 0, 5), ALLOW),
+        ("x86_64", "the first process's priority", 141, (0, 1, 19), ERRNO | errno.EPERM),
+        ("x86_64", "the priority of its user", 141, (2, 0, 19), ERRNO | errno.EPERM),
+        ("x86_64", "the I/O priority of a group", 251, (2, 0, 7), ALLOW),
+        ("x86_64", "the I/O priority of its user", 251, (3, 0, 7), ERRNO | errno.EPERM),
     ],
 )
 def test_filter_decides(machine, name, number, argument, expected):
-    assert verdict(program(machine), ARCH[machine], number, argument) == expected, name
+    arguments = argument if isinstance(argument, tuple) else (argument,)
+    assert verdict(program(machine), ARCH[machine], number, *arguments) == expected, name
 
 
 @given(st.sampled_from(sorted(ARCH)), st.integers(0, 2**32 - 1), st.integers(0, 1000), st.integers(0, 2**32 - 1))

@@ -90,9 +90,9 @@ class ContainerBackend:
         return None
 
     async def capabilities(self) -> Capabilities:
-        facts = {"program": self.program, "disk": "not bounded, one file at most disk_bytes", "owner": owner()}
+        facts = {"disk": "not bounded, one file at most disk_bytes", "owner": owner()}
         return Capabilities(
-            backend="container", isolation="container", fork=True, save=True, suspend=True, egress=False, images=True, facts=facts
+            backend=self.program, isolation="container", fork=True, save=True, suspend=True, egress=False, images=True, facts=facts
         )
 
     async def create(self, spec: SandboxSpec) -> ContainerBox:

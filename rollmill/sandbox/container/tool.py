@@ -67,10 +67,16 @@ class Tool:
         process = await self.spawn(*args, is_piped=False)
         assert process.stdout is not None and process.stderr is not None
         words = asyncio.ensure_future(process.stderr.read())
+        end_s = asyncio.get_running_loop().time() + deadline_s
         try:
-            async with asyncio.timeout(deadline_s):
-                while chunk := await process.stdout.read(CHUNK_BYTES):
-                    yield chunk
+            while True:
+                # Around each read and not around the yield: a deadline must not strike while the consumer is at work.
+                async with asyncio.timeout_at(end_s):
+                    chunk = await process.stdout.read(CHUNK_BYTES)
+                if not chunk:
+                    break
+                yield chunk
+            async with asyncio.timeout_at(end_s):
                 status = await process.wait()
             if status:
                 raise self.complaint(args, status, await words)

@@ -77,9 +77,9 @@ class _Line:
         account = Account(user=recipe.user, uid=recipe.uid, home=recipe.home_path, shell=recipe.shell, hostname=recipe.hostname)
         await self._on_host(f"machine {recipe.hostname} of {recipe.user}", account, lambda tree: furnish(tree, account))
         if recipe.packages.apt:
-            await self._in_box(f"packages {' '.join(recipe.packages.apt)}", recipe.packages.apt, self._install_debs)
+            await self._in_box(f"packages {' '.join(recipe.packages.apt)}", recipe.mirror, self._install_debs)
         if recipe.packages.pip:
-            await self._in_box(f"Python packages {' '.join(recipe.packages.pip)}", recipe.packages.pip, self._install_wheels)
+            await self._in_box(f"Python packages {' '.join(recipe.packages.pip)}", None, self._install_wheels)
         files = folder / recipe.files
         if recipe.repository is not None:
             await self._on_host(f"repository {recipe.repository_path}", recipe.repository, lambda t: lay_repository(t, recipe, folder))

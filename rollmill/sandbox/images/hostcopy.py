@@ -6,14 +6,13 @@ Takes nothing else of the host: no packages of its Python, no configuration, no 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import stat
 import subprocess
-import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from rollmill.sandbox.images.elf import default_folders, libraries_of
 from rollmill.sandbox.images.tree import Tree
 
 _SEARCH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin:/usr/local/sbin"
@@ -38,7 +37,6 @@ _ALWAYS = ("/usr/share/zoneinfo/Etc", "/usr/share/zoneinfo/UTC", "/usr/lib/local
 _NOT_OF_PYTHON = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "turtledemo", "ensurepip", "lib2to3"}
 _USR = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _NSS = ("libnss_files.so.2", "libnss_dns.so.2", "libresolv.so.2")
-_LINE = re.compile(r"(?:\S+ => )?(/\S+) \(0x[0-9a-f]+\)")
 
 
 def signature(programs: Iterable[str]) -> str:
@@ -71,7 +69,7 @@ def copy_host(tree: Tree, programs: Iterable[str] = (), *, common: Iterable[str]
     for path in _ALWAYS:
         copy.folder(path) if os.path.isdir(path) else copy.file(path) if os.path.exists(path) else None
     for name in _NSS:
-        if path := next((p for p in _library_places(name) if os.path.exists(p)), None):
+        if path := next((p for p in (f"{folder}/{name}" for folder in default_folders()) if os.path.exists(p)), None):
             copy.file(path)
     copy.libraries()
     if tree.stat("etc/os-release") is None and tree.stat("usr/lib/os-release") is not None:
@@ -103,7 +101,7 @@ class _Copy:
         elif stat.S_ISREG(found.st_mode):
             mode = stat.S_IMODE(found.st_mode) & 0o755 | 0o444
             self._tree.put_file(path, _chunks(path), mode=mode, mtime_ns=found.st_mtime_ns)
-            if (found.st_mode & 0o111 or ".so" in path) and _is_elf(path):
+            if found.st_mode & 0o111 or ".so" in path:
                 self._binaries.append(path)
 
     def folder(self, path: str, *, without: frozenset[str] | set[str] = frozenset()) -> None:
@@ -116,25 +114,18 @@ class _Copy:
                     self.file(f"{top}/{name}")
 
     def libraries(self) -> None:
-        """Until nothing new appears: one `ldd` for all, since it is a shell script and slow to start."""
+        """Until nothing new appears: a library that is copied may need others."""
         while self._binaries:
-            batch, self._binaries = self._binaries[:200], self._binaries[200:]
-            done = subprocess.run(["ldd", *batch], capture_output=True, text=True, timeout=120, check=False)
-            for library in dict.fromkeys(_LINE.findall(done.stdout)):
+            for library in libraries_of(self._binaries.pop()):
                 self.file(library)
-                self._reach(os.path.realpath(library), os.path.basename(library))
+                self._reach(library)
 
-    def _reach(self, real: str, name: str) -> None:
-        """A library outside the places where the loader looks by itself gets a second name there: the copy has no loader cache."""
-        places = list(_library_places(name))
-        if not any(os.path.exists(place) for place in places) and not os.path.dirname(real).endswith("/lib"):
-            self._tree.put_link(places[0], real)
-
-
-def _library_places(name: str) -> Iterator[str]:
-    arch = sysconfig.get_config_var("MULTIARCH") or f"{os.uname().machine}-linux-gnu"
-    for folder in (f"/usr/lib/{arch}", f"/lib/{arch}", "/usr/lib64", "/lib64", "/usr/lib", "/lib"):
-        yield f"{folder}/{name}"
+    def _reach(self, library: str) -> None:
+        """A library that only the loader's cache leads to gets a second name where the loader looks by itself: the copy has no cache."""
+        folder, name = os.path.split(library)
+        places = [f"{place}/{name}" for place in default_folders()]
+        if folder.startswith("/usr/local/") and not any(os.path.exists(place) for place in places):
+            self._tree.put_link(places[0], library)
 
 
 def _copy_python(copy: _Copy, path: str) -> None:
@@ -147,11 +138,6 @@ def _copy_python(copy: _Copy, path: str) -> None:
 def _perl_folders(path: str) -> list[str]:
     done = subprocess.run([path, "-e", "print join(qq(\\n), @INC)"], capture_output=True, text=True, timeout=60, check=False)
     return [folder for folder in done.stdout.split("\n") if folder.endswith("perl-base")]
-
-
-def _is_elf(path: str) -> bool:
-    with open(path, "rb") as file:
-        return file.read(4) == b"\x7fELF"
 
 
 def _chunks(path: str) -> Iterator[bytes]:

@@ -85,7 +85,7 @@ def fetch_debs(names: Sequence[str], folder: Path, *, status: bytes, sources: It
         "Dir::State": folder, "Dir::State::status": folder / "status", "Dir::State::lists": folder / "lists", "Dir::Cache": folder,
         "Dir::Cache::archives": folder / "archives", "Dir::Etc::sourcelist": folder / "sources.list", "Dir::Etc::sourceparts": "-",
         "Dir::Etc::preferencesparts": "-", "APT::Install-Recommends": "false", "APT::Sandbox::User": "", "Acquire::Languages": "none",
-        "Acquire::Retries": "3", "APT::Get::List-Cleanup": "false",
+        "Acquire::Retries": "2", "APT::Get::List-Cleanup": "false", "APT::Update::Error-Mode": "any",
     }  # fmt: skip
     apt = ["apt-get", "--yes", "--quiet=2", *(f"-o{key}={value}" for key, value in options.items())]
     _fetch([*apt, "update"], "the lists of Debian packages")

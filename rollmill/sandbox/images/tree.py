@@ -173,7 +173,7 @@ class Tree:
             length = 0
             for chunk in chunks:
                 length += len(chunk)
-                if chunk.count(0) == len(chunk):
+                if not chunk[:1].strip(b"\0") and chunk.count(0) == len(chunk):
                     os.lseek(out, len(chunk), os.SEEK_CUR)
                     continue
                 view = memoryview(chunk)

@@ -25,15 +25,15 @@ from rollmill.sandbox.records import Capabilities, SandboxSpec
 from rollmill.sandbox.snapshots.store import open_store
 
 BOOT_DEADLINE_S = 120.0
-_KERNEL_BYTES = 96 << 20
-"""What the kernel, its tables and the agent take of the machine's memory, with some room for programs."""
-_MIN_DISK_BYTES = 1 << 20
+_KERNEL_BYTES = 64 << 20
+"""What the kernel, its tables and the agent take: on top of what a spec gives to programs and files, so that one spec fits every backend."""
+_MIN_MEMORY_BYTES, _MIN_DISK_BYTES = 32 << 20, 64 << 10
 _HOSTNAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,51}[A-Za-z0-9])?")
 """Short enough for the five characters a fork's name has more."""
 
 
 class MicrovmBackend:
-    """`SandboxBackend` on virtual machines. A spec's memory is the machine's memory, its disk a bound within that memory."""
+    """`SandboxBackend` on virtual machines. A spec's disk lies in its memory; the kernel's own comes on top."""
 
     def __init__(
         self, *, folder: Path | None = None, images: Path | None = None, vmm: Vmm | None = None, num_starting: int | None = None
@@ -83,13 +83,14 @@ class MicrovmBackend:
                 kernel=str(self._assets.kernel),
                 initrd=self._initrd + initramfs.box(_settings(spec, image, hostname, vmm), image.env),
                 disk=str(disk),
-                memory_bytes=spec.memory_bytes,
+                memory_bytes=spec.memory_bytes + _KERNEL_BYTES,
             )
             machine = await vmm.boot(config)
             box = self._adopt(config.name, spec, machine, hostname, image.shell)
             try:
                 box.join()
                 await box.ready(BOOT_DEADLINE_S)
+                box.begin()
                 await box.install(spec.files)
                 for service in (*image.services, *spec.services):
                     await box.serve(service)
@@ -164,6 +165,7 @@ class MicrovmBackend:
             box = self._adopt(name, spec, machine, hostname, standing.shell)
             try:
                 box.join(msgspec.structs.replace(standing, begun=b"") if vmm.is_vsock else standing)
+                box.begin()
                 await box.renew()
             except BaseException:
                 await asyncio.shield(box.close())
@@ -188,11 +190,14 @@ def _settings(spec: SandboxSpec, image: Image, hostname: str, vmm: Vmm) -> dict[
 def _check(spec: SandboxSpec) -> None:
     if spec.egress is not None:
         raise ValueError("the microvm sandbox has no way out to other hosts; leave `egress` out, or use the namespace backend")
-    if spec.disk_bytes < _MIN_DISK_BYTES or spec.memory_bytes < spec.disk_bytes + _KERNEL_BYTES:
+    if spec.memory_bytes < _MIN_MEMORY_BYTES or spec.disk_bytes < _MIN_DISK_BYTES:
         raise ValueError(
-            f"a machine of {spec.memory_bytes} bytes of memory cannot hold a disk of {spec.disk_bytes}: the disk lies in its memory, "
-            f"beside {_KERNEL_BYTES} for the kernel and programs; give more memory_bytes, and at least {_MIN_DISK_BYTES} of disk"
+            f"a box of {spec.memory_bytes} bytes of memory and {spec.disk_bytes} of disk is too small to start; "
+            f"give at least {_MIN_MEMORY_BYTES} and {_MIN_DISK_BYTES}"
         )
+    if spec.disk_bytes > spec.memory_bytes:
+        words = f"a disk of {spec.disk_bytes} bytes does not fit into a memory of {spec.memory_bytes}, where a machine's disk lies"
+        raise ValueError(f"{words}; give as much memory_bytes at least")
     if spec.num_processes < 1 or spec.lifetime_s <= 0:
         raise ValueError(f"num_processes {spec.num_processes} and lifetime_s {spec.lifetime_s} must be positive")
     if 0 < spec.cpus < 1:

@@ -41,7 +41,7 @@ class MicrovmBox(AgentBox):
         self._saving = asyncio.Lock()
         self._suspended = False
         self._stream: MachineStream | None = None
-        self._lifetime = asyncio.get_running_loop().call_later(spec.lifetime_s, self._expire)
+        self._lifetime: asyncio.TimerHandle | None = None
         machine.ended.add_done_callback(self._buried)
 
     def join(self, standing: Standing | None = None) -> None:
@@ -51,6 +51,10 @@ class MicrovmBox(AgentBox):
         self.attach(self._stream)
         # Commands of the saved machine run on under their old numbers; ours must not meet them.
         self._life()._next_request = num_before
+
+    def begin(self) -> None:
+        """The box's lifetime runs from now; until it stood, the deadline for booting did."""
+        self._lifetime = asyncio.get_running_loop().call_later(self.spec.lifetime_s, self._expire)
 
     async def renew(self) -> None:
         """Give a restored machine a name, a clock and random numbers of its own."""
@@ -158,7 +162,8 @@ class MicrovmBox(AgentBox):
         self.machine.kill()
 
     def _buried(self, ended: asyncio.Future[Ending]) -> None:
-        self._lifetime.cancel()
+        if self._lifetime is not None:
+            self._lifetime.cancel()
         self.machine.warden.close()
         if self._link is not None:
             self.gone(ended.result().why, ruined=ended.result().by_guest)

@@ -19,6 +19,7 @@ from rollmill.records import Boundary, RunFailure
 from rollmill.sandbox import SandboxSpec
 from rollmill.sandbox.container import ContainerBackend
 from rollmill.sandbox.container.backend import run_arguments
+from rollmill.sandbox.container.group import all_or_none
 from rollmill.sandbox.container.owner import is_orphan, machine, owner
 from rollmill.sandbox.container.tool import Tool
 from rollmill.sandbox.records import Egress
@@ -91,6 +92,44 @@ def test_an_owner_is_an_orphanage_only_once_it_is_dead() -> None:
 def test_what_is_not_named_by_us_is_never_swept(name: str) -> None:
     assert not is_orphan(name)
     assert not is_orphan(f"another-machine.1.{name}")
+
+
+class NamedBox:
+    """Knows whether it was closed."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("is_given_up", [False, True], ids=["one-fails", "given-up"])
+def test_a_group_is_made_whole_or_not_at_all(is_given_up: bool) -> None:
+    made: list[NamedBox] = []
+
+    async def quick() -> NamedBox:
+        made.append(NamedBox())
+        return made[-1]
+
+    async def slow(are_made: asyncio.Event) -> NamedBox:
+        are_made.set()
+        if not is_given_up:
+            raise RunFailure(Boundary.SANDBOX, "no room")
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def play() -> None:
+        are_made = asyncio.Event()
+        group = asyncio.ensure_future(all_or_none([quick(), quick(), slow(are_made)]))
+        await are_made.wait()
+        if is_given_up:
+            group.cancel()
+        with pytest.raises(asyncio.CancelledError if is_given_up else RunFailure):
+            await group
+
+    asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
+    assert [box.is_closed for box in made] == [True, True]
 
 
 def test_a_failure_carries_the_engine_s_own_words(tmp_path: Path) -> None:

@@ -93,13 +93,14 @@ def test_every_part_of_a_recipe_is_found_in_a_box(store: ImageStore, tmp_path: P
     found = asked(
         store, image, "id", "pwd", "cat /etc/greeting /etc/motd",
         "cat mine notes; stat -c %U mine notes deep/er/f .bashrc /etc/motd /etc/greeting",
-        "ls -a /etc/skel", "stat -c %a /srv /tmp /root", "ls /opt -l", "cat /etc/hostname /etc/hosts",
+        "ls -a /etc/skel", "stat -c %a /srv /tmp /root", "ls /opt -l", "cat /etc/hostname /etc/hosts", "stat -c %h .bashrc notes deep/er/f",
     )  # fmt: skip
     assert found[0] == "uid=1000(mira) gid=1000(mira) groups=1000(mira)" and found[1] == "/home/mira"
     assert found[2] == "hello 1\nwelcome"
     assert found[3].split() == ["mira", "buy", "milk", "mira", "mira", "mira", "mira", "root", "root"]
     assert ".bashrc" in found[4] and ".profile" not in found[4]
     assert found[5].split() == ["700", "1777", "700"] and "link -> /etc/greeting" in found[6] and found[7].count("atlas") == 2
+    assert found[8].split() == ["1", "1", "1"]
     assert (image.user, image.uid, image.env["GREETING"], image.hostname) == ("mira", 1000, "hello", "atlas")
     assert store.verify("parts").digest == image.digest
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from rollmill.sandbox.images.machine import Account, furnish
-from rollmill.sandbox.images.packages import sources_for
+from rollmill.sandbox.images.packages import fetch_debs, fetch_wheels, sources_for
 from rollmill.sandbox.images.recipe import Recipe, known_keys, read_recipe
 from rollmill.sandbox.images.tree import Tree
 
@@ -96,3 +97,15 @@ def test_mirror_of_a_recipe_is_the_only_source_of_packages() -> None:
     assert all("http://mirror.example.org/debian bookworm" in line for line in lines)
     with pytest.raises(ValueError, match="not the name of a Debian release"):
         sources_for("book worm; x", "")
+
+
+@pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt-get")
+def test_unreachable_mirror_is_told_and_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    sources = sources_for("bookworm", "http://127.0.0.1:9/debian")
+    with pytest.raises(ValueError, match=r"the lists of Debian packages could not be fetched: .*127"):
+        fetch_debs(["hello"], tmp_path, status=b"", sources=sources)
+
+
+def test_option_in_place_of_a_requirement_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is an option"):
+        fetch_wheels(["--index-url=http://example.org"], tmp_path, python="3.11", glibc="2.36")

@@ -78,6 +78,7 @@ def play(
             async with asyncio.timeout(DEADLINE_S):
                 box.join()
                 await box.ready(DEADLINE_S)
+                box.begin()
                 await scene(machine, box)
         finally:
             await box.close()

@@ -22,7 +22,7 @@ from rollmill.sandbox.records import ChangeKind, Egress, FileKind, SandboxSpec, 
 
 DEADLINE_S = 400.0
 COMMAND_S = 120.0
-SMALL = SandboxSpec(memory_bytes=224 << 20, disk_bytes=32 << 20)
+SMALL = SandboxSpec(memory_bytes=160 << 20, disk_bytes=32 << 20)
 Scene = Callable[[MicrovmBackend], Awaitable[None]]
 
 
@@ -65,7 +65,7 @@ def test_machine_runs_commands_keeps_files_and_stands_still_on_request(play: Cal
         service = Service(name="beat", argv=("sh", "-c", "touch /tmp/beat; exec sleep 1000"), ready_argv=("test", "-e", "/tmp/beat"))
         spec = SandboxSpec(
             files={"deep/a.txt": "alpha\n"}, env={"MARK": "here"}, services=(service,), hostname="atelier",
-            memory_bytes=224 << 20, disk_bytes=32 << 20,
+            memory_bytes=160 << 20, disk_bytes=32 << 20,
         )  # fmt: skip
         box = await backend.create(spec)
         assert await said(box, "id -un; pwd; hostname; cat /etc/hostname; echo $MARK; cat deep/a.txt; nproc") == "\n".join(
@@ -171,7 +171,7 @@ def test_forks_go_on_with_running_processes_and_have_names_and_numbers_of_their_
 @pytest.mark.vm
 def test_guest_that_destroys_itself_is_an_observation_and_one_that_stops_answering_is_killed(play: Callable[[Scene], None]) -> None:
     async def scene(backend: MicrovmBackend) -> None:
-        spec = SandboxSpec(root=True, memory_bytes=224 << 20, disk_bytes=32 << 20)
+        spec = SandboxSpec(root=True, memory_bytes=160 << 20, disk_bytes=32 << 20)
         wild, silent = await asyncio.gather(backend.create(spec), backend.create(SMALL))
         assert await said(wild, "id -un") == "root"
         panic = await wild.exec("echo c > /proc/sysrq-trigger", timeout_s=COMMAND_S)
@@ -216,7 +216,7 @@ from rollmill.sandbox.records import SandboxSpec
 
 async def main():
     backend = MicrovmBackend()
-    box = await backend.create(SandboxSpec(memory_bytes=224 << 20, disk_bytes=32 << 20))
+    box = await backend.create(SandboxSpec(memory_bytes=160 << 20, disk_bytes=32 << 20))
     forks = await box.fork(1)
     print(*(each.machine.process.pid for each in (box, *forks)), flush=True)
     await asyncio.sleep(1000)
@@ -250,7 +250,8 @@ def test_what_a_machine_cannot_give_is_refused_before_anything_starts(tmp_path: 
         backend = MicrovmBackend(folder=tmp_path)
         for spec, words in (
             (SandboxSpec(egress=Egress()), "no way out"),
-            (SandboxSpec(memory_bytes=64 << 20), "cannot hold a disk"),
+            (SandboxSpec(memory_bytes=63 << 20), "does not fit into a memory"),
+            (SandboxSpec(memory_bytes=1 << 20, disk_bytes=1 << 20), "too small to start"),
             (SandboxSpec(cpus=0.5), "one processor"),
             (SandboxSpec(hostname="no spaces"), "not usable"),
             (SandboxSpec(lifetime_s=0.0), "must be positive"),
