@@ -150,6 +150,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     save: bool = False
     """Whether snapshots can be stored and restored on another machine."""
     suspend: bool = False
+    diff: bool = True
     egress: bool = False
     images: bool = False
     facts: Mapping[str, str] = {}

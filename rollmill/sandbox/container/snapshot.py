@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rollmill.records import Boundary, RunFailure
-from rollmill.sandbox.container.group import all_or_none
 from rollmill.sandbox.container.tool import Tool
+from rollmill.sandbox.group import all_or_none
 from rollmill.sandbox.interface import Sandbox
 from rollmill.sandbox.records import SandboxSpec, Service
 from rollmill.sandbox.snapshots.store import open_store

@@ -67,8 +67,8 @@ class HostedBackend:
         return _NO_AGENT if binary() is None else None
 
     async def capabilities(self) -> Capabilities:
-        facts = {"provider": self._api_url, "network": "the provider's", "limits": "the template's", "diff": "not offered"}
-        return Capabilities(backend="hosted", isolation="microvm", fork=True, suspend=True, images=True, facts=facts)
+        facts = {"provider": self._api_url, "network": "the provider's", "limits": "the template's"}
+        return Capabilities(backend="hosted", isolation="microvm", fork=True, suspend=True, diff=False, images=True, facts=facts)
 
     async def create(self, spec: SandboxSpec) -> HostedBox:
         return await self.make(spec, self._template if spec.image == "host" else spec.image, spec.services, is_copy=False)

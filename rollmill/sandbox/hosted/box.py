@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rollmill.records import Boundary, RunFailure
 from rollmill.sandbox.agent.client import AgentBox
-from rollmill.sandbox.container.group import all_or_none
+from rollmill.sandbox.group import all_or_none
 from rollmill.sandbox.hosted.api import Client, Missing
 from rollmill.sandbox.hosted.stream import DaemonStream
 from rollmill.sandbox.interface import Sandbox

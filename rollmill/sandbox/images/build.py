@@ -15,6 +15,7 @@ import asyncio
 import re
 import tarfile
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import blake3
@@ -86,7 +87,7 @@ class _Line:
         material = await asyncio.to_thread(tree_digest, files) if files.is_dir() else ""
         await self._on_host("files", (material, recipe.workdir_path), lambda tree: lay_files(tree, recipe, files))
         for step in recipe.run:
-            await self._in_box(f"run {step.command}", step, lambda box, step=step: self._run(box, step))  # type: ignore[misc]
+            await self._in_box(f"run {step.command}", step, partial(self._run, step=step))
         await self._finish()
 
     async def _finish(self) -> None:

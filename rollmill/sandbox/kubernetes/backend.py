@@ -100,10 +100,9 @@ class KubernetesBackend:
         facts = {
             "network": "denied by a NetworkPolicy, where the cluster's network plug-in heeds it",
             "processes": "the node's limit",
-            "diff": "not offered",
             "runtime_class": self._runtime_class or "the cluster's own",
         }
-        return Capabilities(backend="kubernetes", isolation="container", fork=False, images=True, facts=facts)
+        return Capabilities(backend="kubernetes", isolation="container", fork=False, diff=False, images=True, facts=facts)
 
     async def create(self, spec: SandboxSpec) -> PodBox:
         _check(spec)

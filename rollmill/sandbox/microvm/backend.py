@@ -25,8 +25,8 @@ from rollmill.sandbox.records import Capabilities, SandboxSpec
 from rollmill.sandbox.snapshots.store import open_store
 
 BOOT_DEADLINE_S = 120.0
-_KERNEL_BYTES = 64 << 20
-"""What the kernel, its tables and the agent take: on top of what a spec gives to programs and files, so that one spec fits every backend."""
+_KERNEL_BYTES = 96 << 20
+"""What the kernel, its tables and the agent take, on top of what a spec gives to programs and files: one spec fits every backend."""
 _MIN_MEMORY_BYTES, _MIN_DISK_BYTES = 32 << 20, 64 << 10
 _HOSTNAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,51}[A-Za-z0-9])?")
 """Short enough for the five characters a fork's name has more."""

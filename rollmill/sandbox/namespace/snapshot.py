@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import TYPE_CHECKING
 
 from rollmill.records import Boundary, RunFailure
+from rollmill.sandbox.group import all_or_none
 from rollmill.sandbox.namespace.layers import Machine, Stack, let_go, use
 from rollmill.sandbox.records import SandboxSpec, Service
 
@@ -37,16 +37,9 @@ class NamespaceSnapshot:
         limits = self.spec if spec is None else spec
         stack = use(self.stack)  # the snapshot may be closed, or its stack be made shallower, meanwhile
         try:
-            made = await asyncio.gather(
-                *(self._backend.stand(limits, self.machine, stack, self.services) for _ in range(num)), return_exceptions=True
-            )
+            return list(await all_or_none([self._backend.stand(limits, self.machine, stack, self.services) for _ in range(num)]))
         finally:
             let_go(stack)
-        failed = next((child for child in made if isinstance(child, BaseException)), None)
-        if failed is not None:
-            await asyncio.gather(*(child.close() for child in made if not isinstance(child, BaseException)))
-            raise failed
-        return [child for child in made if not isinstance(child, BaseException)]
 
     async def save(self, store: str) -> str:
         if self._closed:

@@ -19,9 +19,9 @@ from rollmill.records import Boundary, RunFailure
 from rollmill.sandbox import SandboxSpec
 from rollmill.sandbox.container import ContainerBackend
 from rollmill.sandbox.container.backend import run_arguments
-from rollmill.sandbox.container.group import all_or_none
 from rollmill.sandbox.container.owner import is_orphan, machine, owner
 from rollmill.sandbox.container.tool import Tool
+from rollmill.sandbox.group import all_or_none
 from rollmill.sandbox.records import Egress
 
 DEADLINE_S = 120.0

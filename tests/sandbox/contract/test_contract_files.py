@@ -88,7 +88,7 @@ def test_stat_tells_kinds_apart_and_follows_no_link(scene: Scene) -> None:
 
 def test_diff_names_what_was_written_and_what_was_removed(scene: Scene) -> None:
     async def play() -> None:
-        if scene.capabilities.facts.get("diff") == "not offered":
+        if not scene.capabilities.diff:
             with pytest.raises(ValueError, match="diff"):
                 await scene.box.diff()
             return

@@ -257,6 +257,26 @@ static void make_home(const char *path, const struct order *o) {
     }
 }
 
+/* A folder that an image lacks, root's. */
+static void make_folder(const char *at, mode_t mode) {
+    if (mkdir(at, mode) < 0) return;
+    if (chmod(at, mode) < 0 || (!s_->is_rootless && chown(at, s_->id_base, s_->id_base) < 0)) fail("make a folder that the image lacks");
+}
+
+/* Once: a box that goes on above its snapshot has it already. */
+static void add_trust(const char *certificates) {
+    static const char file[] = "etc/ssl/certs/ca-certificates.crt";
+    struct stat st;
+    int fd = open(file, O_RDWR | O_APPEND | O_CLOEXEC);
+    if (fd < 0 || fstat(fd, &st) < 0) fail("open /etc/ssl/certs/ca-certificates.crt");
+    char *held = malloc((size_t)st.st_size + 1);
+    if (!held || pread(fd, held, (size_t)st.st_size, 0) != st.st_size) fail("read /etc/ssl/certs/ca-certificates.crt");
+    held[st.st_size] = 0;
+    if (!strstr(held, certificates) && write(fd, certificates, strlen(certificates)) < 0) fail("add to /etc/ssl/certs/ca-certificates.crt");
+    free(held);
+    close(fd);
+}
+
 static void furnish(struct embryo *e, const struct order *o) {
     mount_root(e, o);
     if (chdir("/mnt") < 0) fail("enter the root");
@@ -264,12 +284,12 @@ static void furnish(struct embryo *e, const struct order *o) {
     for (size_t i = 0; i < s_->num_grafts; i++) {
         const char *from = s_->grafts[i];
         if (!(o->flags & ORDER_HOST) && strcmp(from, "/dev")) continue;
-        if (!(o->flags & ORDER_HOST)) mkdir("dev", 0755);
+        if (!(o->flags & ORDER_HOST)) make_folder("dev", 0755);
         char to[4096];
         snprintf(to, sizeof to, ".%s", from);
         if (sys_move_mount(AT_FDCWD, from, AT_FDCWD, to) < 0) fail("take along what the host shows");
     }
-    if (!(o->flags & ORDER_HOST)) { mkdir("proc", 0555); mkdir("tmp", 01777); chmod("tmp", 01777); }
+    if (!(o->flags & ORDER_HOST)) { make_folder("proc", 0555); make_folder("tmp", 01777); }
     if (e->proc >= 0 && sys_move_mount(e->proc, "", AT_FDCWD, "./proc") < 0) fail("mount /proc");
     if (e->pts >= 0 && sys_move_mount(e->pts, "", AT_FDCWD, "./dev/pts") < 0) fail("mount /dev/pts");
     int shm = sys_open_tree(e->disk, "shm", TREE_CLONE);
@@ -295,11 +315,7 @@ static void furnish(struct embryo *e, const struct order *o) {
         close(fd);
         if (!s_->is_rootless && chown("etc/resolv.conf", s_->id_base, s_->id_base) < 0) fail("write /etc/resolv.conf");
     }
-    if (o->trust[0]) {
-        int fd = open("etc/ssl/certs/ca-certificates.crt", O_WRONLY | O_APPEND | O_CLOEXEC);
-        if (fd < 0 || write(fd, o->trust, strlen(o->trust)) < 0) fail("add to /etc/ssl/certs/ca-certificates.crt");
-        close(fd);
-    }
+    if (o->trust[0]) add_trust(o->trust);
     if (sys_pivot_root(".", ".") < 0 || umount2(".", MNT_DETACH) < 0 || chdir("/") < 0) fail("pivot into the root");
     if (o->hostname[0] && sethostname(o->hostname, strlen(o->hostname)) < 0) fail("set the host name");
 }

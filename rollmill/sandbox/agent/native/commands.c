@@ -149,7 +149,8 @@ static int run_child(char **argv, char **env, const char *cwd, const int std[3],
     setsid();
     if (tty) ioctl(std[0], TIOCSCTTY, 0);
     for (int i = 0; i < 3; i++) if (dup2(std[i], i) < 0) return errno;
-    if (chdir(cwd[0] ? cwd : box_->workdir) < 0 && cwd[0]) return errno; /* the agent may have removed its own: then where we stand */
+    if (chdir(box_->workdir) < 0) {} /* the agent may have removed it: then where we stand */
+    if (cwd[0] && chdir(cwd) < 0) return errno;
     if (box_->num_processes) {
         struct rlimit r = {(rlim_t)box_->num_processes, (rlim_t)box_->num_processes};
         setrlimit(RLIMIT_NPROC, &r);

@@ -38,6 +38,7 @@ static struct slot *slots;
 static uint32_t num_slots, free_slots, buckets[NUM_BUCKETS], next_serial;
 static uint32_t num_preparing, num_idle, num_failed;
 static double last_taken, not_before;
+static int has_prepared; /* ever: then a failure is a shortage that may pass, not a machine that cannot */
 static int control_fd, owner_fd, child_fd, news_fd;
 static pid_t opener;
 static uint32_t late[MAX_LATE];
@@ -128,11 +129,11 @@ static void hear_boxes(void) {
         int number = (int)get_u32(&c);
         m[size] = 0;
         if (c.bad || i >= num_slots || slots[i].id != id) continue;
-        if (what == NEWS_PREPARED && slots[i].state == PREPARING) { slots[i].state = IDLE; num_preparing--; num_idle++; num_failed = 0; }
+        if (what == NEWS_PREPARED && slots[i].state == PREPARING) { slots[i].state = IDLE; num_preparing--; num_idle++; num_failed = 0; has_prepared = 1; }
         if (what == NEWS_TAKEN && slots[i].state == IDLE) { slots[i].state = TAKEN; num_idle--; last_taken = now_s(); }
         if (what == NEWS_FAILED) {
             not_before = now_s() + 0.1;
-            if (++num_failed > 20 || !num_idle) broken(number, (char *)m + 12);
+            if (!has_prepared || (++num_failed > 20 && !num_idle)) broken(number, (char *)m + 12);
         }
     }
 }

@@ -102,7 +102,7 @@ def changes(upper_fd: int, most: int) -> list[tuple[bool, bytes]]:
                 raise
             continue  # removed meanwhile, or nested deeper than a path can say
         try:
-            if folder and (is_new := is_new or _is_opaque(fd)):
+            if folder and (is_new := is_new or _is_made_here(fd)):
                 found.append((b"/" + folder, False))
             with os.scandir(fd) as entries:
                 for entry in entries:
@@ -118,11 +118,16 @@ def changes(upper_fd: int, most: int) -> list[tuple[bool, bytes]]:
     return [(removed[path], path) for path in _bounded([path for path, _ in found[:most]])]
 
 
-def _is_opaque(fd: int) -> bool:
+def _is_made_here(fd: int) -> bool:
     for name in _OPAQUE:
         with contextlib.suppress(OSError):
             if os.getxattr(fd, name) == b"y":
                 return True
+    try:
+        os.getxattr(fd, "user.overlay.origin")
+    except OSError as error:
+        # The kernel notes on folders that it merely copied up where they came from.
+        return error.errno == errno.ENODATA
     return False
 
 
