@@ -32,7 +32,7 @@ from rollmill.sandbox.images.recipe import Recipe, Run, read_recipe
 from rollmill.sandbox.images.store import Image, ImageStore, tree_digest
 from rollmill.sandbox.images.tree import Tree, copy_tree
 from rollmill.sandbox.interface import Sandbox, SandboxBackend
-from rollmill.sandbox.records import Argv, SandboxSpec
+from rollmill.sandbox.records import Argv, SandboxSpec, Service
 
 _BUILD_SCHEMA = 1
 """Grows when a stage does something else than before with the same recipe."""
@@ -76,7 +76,9 @@ class _Line:
         if bases.needs_set_up(recipe):
             await self._in_box("set up the base", packages.INSTALL_DEBS, self._set_up)
         account = Account(user=recipe.user, uid=recipe.uid, home=recipe.home_path, shell=recipe.shell, hostname=recipe.hostname)
-        await self._on_host(f"machine {recipe.hostname} of {recipe.user}", account, lambda tree: furnish(tree, account))
+        # Services of the base would run, and write, in every box of the build.
+        inherited, still = self.image.services, msgspec.structs.replace(self.image, services=())
+        await self._on_host(f"machine {recipe.hostname} of {recipe.user}", account, lambda tree: furnish(tree, account), record=still)
         if recipe.packages.apt:
             await self._in_box(f"packages {' '.join(recipe.packages.apt)}", recipe.mirror, self._install_debs)
         if recipe.packages.pip:
@@ -87,10 +89,12 @@ class _Line:
         material = await asyncio.to_thread(tree_digest, files) if files.is_dir() else ""
         await self._on_host("files", (material, recipe.workdir_path), lambda tree: lay_files(tree, recipe, files))
         for step in recipe.run:
-            await self._in_box(f"run {step.command}", step, partial(self._run, step=step))
-        await self._finish()
+            surroundings = (step, recipe.env, recipe.workdir_path, recipe.shell)
+            await self._in_box(f"run {step.command}", surroundings, partial(self._run, step=step))
+        own = {service.name for service in recipe.services}
+        await self._finish((*(service for service in inherited if service.name not in own), *recipe.services))
 
-    async def _finish(self) -> None:
+    async def _finish(self, services: tuple[Service, ...]) -> None:
         """The record of the image, and a proof that its services come up: in a box of the image as it will be used."""
         recipe = self._recipe
         plain = msgspec.structs.replace(
@@ -98,19 +102,19 @@ class _Line:
             uid=recipe.uid, gid=recipe.uid, shell=recipe.shell, hostname=recipe.hostname, services=(),
         )  # fmt: skip
         await self._on_host("image", plain, lambda _: None, record=plain)
-        if recipe.services:
-            whole = msgspec.structs.replace(self.image, services=recipe.services)
+        if services:
+            whole = msgspec.structs.replace(self.image, services=services)
 
             async def proven() -> Image:
-                await self._prove()
+                await self._prove(services)
                 return await self._copy(lambda _: None, whole)
 
-            await self._stage(f"services {' '.join(service.name for service in recipe.services)}", recipe.services, proven)
+            await self._stage(f"services {' '.join(service.name for service in services)}", services, proven)
 
-    async def _prove(self) -> None:
+    async def _prove(self, services: tuple[Service, ...]) -> None:
         box = await self._backend.create(self._spec(root=False))
         try:
-            for service in self._recipe.services:
+            for service in services:
                 try:
                     await box.serve(service)
                 except RunFailure as failure:

@@ -109,8 +109,9 @@ class NamespaceBackend:
         process), `cpu`, `ids`."""
         zygote = await self._running()
         return Capabilities(
-            backend="namespace", isolation="namespace", fork=True, save=True, suspend=True, egress=True, images=True, facts=zygote.facts
-        )
+            backend="namespace", isolation="namespace", fork=True, save=zygote.can_save, suspend=True, egress=True, images=True,
+            facts=zygote.facts,
+        )  # fmt: skip
 
     async def start(self) -> None:
         """Start the zygote now and not with the first box."""
@@ -222,6 +223,8 @@ class NamespaceBackend:
     async def save(self, snapshot: NamespaceSnapshot, store: str) -> str:
         """Store what the image does not hold; only layers that the store lacks travel."""
         machine = snapshot.machine
+        if not (await self._running()).can_save:
+            raise ValueError("this kernel cannot save snapshots: it needs Linux 6.6; forks work")
         return await saved.save(
             open_store(store), self._courier(snapshot.spec), [*reversed(snapshot.stack[: machine.num_own(len(snapshot.stack))])],
             image=snapshot.spec.image, image_digest=machine.digest, spec=snapshot.spec, services=snapshot.services,

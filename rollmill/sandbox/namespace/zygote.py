@@ -106,6 +106,8 @@ class Zygote:
         self._groups = groups.Groups(version=0)
         self._control, self._orders, self._opener = control, orders, opener
         self._unsent: deque[Order] = deque()
+        self.can_save = _kernel() >= _USER_ATTRIBUTES
+        """Older kernels note what a layer hides where only the host's root can read it."""
         self.by_path = False
         """Whether layers are kept by the opener, by number, and not here as descriptors."""
         self._opening = asyncio.Lock()

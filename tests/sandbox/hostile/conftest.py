@@ -83,7 +83,9 @@ def host_unharmed(canary: Path):
 
 def _host() -> dict[str, object]:
     settings = {name: path.read_text() for name in _SETTINGS if (path := Path("/proc/sys/kernel", name)).exists()}
-    devices = {name: (os.stat(f"/dev/{name}").st_mode, os.stat(f"/dev/{name}").st_uid) for name in ("null", "zero", "full", "random", "tty")}
+    devices = {
+        name: (os.stat(f"/dev/{name}").st_mode, os.stat(f"/dev/{name}").st_uid) for name in ("null", "zero", "full", "random", "tty")
+    }
     return {"mounts": Path("/proc/self/mountinfo").read_text(), "nice": os.getpriority(os.PRIO_PROCESS, 0), **settings, **devices}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from folder_boxes import FolderBackend, why_not
+from folder_boxes import FolderBackend, FolderBox, why_not
 
 from rollmill.sandbox.images.build import build
 from rollmill.sandbox.images.hostcopy import copy_host
@@ -161,6 +161,32 @@ def test_services_are_proven_and_kept_in_the_image(store: ImageStore, tmp_path: 
     assert [service.name for service in image.services] == ["clock"]
     with pytest.raises(ValueError, match="service 'clock' does not come up"):
         made(store, write(tmp_path / "down", SERVICE.replace("SCRIPT", "echo no database; exit 1")))
+
+
+@needs_boxes
+def test_image_on_top_of_another_keeps_its_services_but_does_not_run_them_while_building(store: ImageStore, tmp_path: Path) -> None:
+    made(store, write(tmp_path / "lower", SERVICE.replace("SCRIPT", "echo 1 > /tmp/ready; exec sleep 60")))
+    backend = Watched(store)
+    image, _ = made(store, write(tmp_path / "upper", 'base = "lower"\n[[run]]\ncommand = "echo 1 > /one"\n'), backend)
+    assert [service.name for service in image.services] == ["clock"] and backend.services == [(), ()]
+
+
+class Watched(FolderBackend):
+    def __init__(self, store: ImageStore) -> None:
+        super().__init__(store)
+        self.services: list[tuple[object, ...]] = []
+
+    async def create(self, spec: SandboxSpec) -> FolderBox:
+        self.services.append(self._store.get(spec.image).services)
+        return await super().create(spec)
+
+
+@needs_boxes
+def test_changed_environment_runs_the_steps_again(store: ImageStore, tmp_path: Path) -> None:
+    recipe = 'base = "small"\n[env]\nWORD = "one"\n[[run]]\ncommand = "echo $WORD > /word"\n'
+    made(store, write(tmp_path / "p", recipe), name="word")
+    image, _ = made(store, write(tmp_path / "p", recipe.replace("one", "two")), name="word")
+    assert asked(store, image, "cat /word; echo $WORD") == ["two\ntwo"]
 
 
 def git(folder: Path, *words: str) -> str:
