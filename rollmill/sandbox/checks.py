@@ -27,7 +27,7 @@ from rollmill.sandbox.microvm.detect import accelerator, look
 
 BOXES = 5000
 """Boxes that one machine should be able to hold."""
-KERNEL = (6, 15)
+KERNEL, SAVING_KERNEL, FAST_KERNEL = (6, 1), (6, 6), (6, 15)
 """Overlays of layers that are mounted nowhere."""
 TOOL_S = 15.0
 BOX_S = 50.0
@@ -132,6 +132,9 @@ def kernel() -> Finding:
         return broken(
             "kernel", f"Linux {release}; namespace boxes need {KERNEL[0]}.{KERNEL[1]}", "upgrade the kernel, or use another backend"
         )
+    if version_of(release) < FAST_KERNEL:
+        cannot = "" if version_of(release) >= SAVING_KERNEL else ", and snapshots cannot be saved"
+        return ok("kernel", f"Linux {release}; before {FAST_KERNEL[0]}.{FAST_KERNEL[1]} forks are slower{cannot}")
     return ok("kernel", f"Linux {release}")
 
 

@@ -68,19 +68,49 @@ class Traces(msgspec.Struct):
     """What the boxes of killed owners were seen to have while they lived."""
 
     owners: set[int] = msgspec.field(default_factory=set)
-    pids: dict[int, int] = msgspec.field(default_factory=dict)
-    """A descriptor of each process, by its number."""
+    pidfds: list[int] = msgspec.field(default_factory=list)
+    """Of processes that were not seen to end yet."""
+    num_processes: int = 0
     namespaces: set[tuple[str, int]] = msgspec.field(default_factory=set)
     num_cycles: int = 0
 
-    def look_at(self, owner: int, zygote: int) -> None:
-        self.owners.add(owner)
-        own = _namespaces_of(os.getpid())
-        for pid in (zygote, *descendants(zygote)):
+    def add(self, life: Traces) -> None:
+        self.owners |= life.owners
+        self.namespaces |= life.namespaces
+        self.num_cycles += life.num_cycles
+        self.num_processes += life.num_processes
+        self.pidfds = [fd for fd in (*self.pidfds, *life.pidfds) if not _ended(fd, 0.0)]
+
+
+class Watch:
+    """Looks again and again at the processes below one zygote."""
+
+    def __init__(self, owner: int, zygote: int) -> None:
+        self.traces = Traces(owners={owner})
+        self._zygote = zygote
+        self._own = _namespaces_of(os.getpid())
+        self._seen: dict[int, int] = {}
+
+    def look(self) -> None:
+        for pid in (self._zygote, *descendants(self._zygote)):
+            if pid in self._seen and not _ended(self._seen[pid], 0.0, keep=True):
+                continue
             with contextlib.suppress(OSError):
-                if pid not in self.pids:
-                    self.pids[pid] = os.pidfd_open(pid)
-                self.namespaces |= _namespaces_of(pid) - own
+                self._seen[pid] = fd = os.pidfd_open(pid)
+                self.traces.pidfds.append(fd)
+                self.traces.num_processes += 1
+                self.traces.namespaces |= _namespaces_of(pid) - self._own
+
+
+def _ended(pidfd: int, wait_s: float, *, keep: bool = False) -> bool:
+    """Whether the process of this descriptor has ended, which is then closed."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    if not poll.poll(wait_s * 1000):
+        return False
+    if not keep:
+        os.close(pidfd)
+    return True
 
 
 def _namespaces_of(pid: int) -> set[tuple[str, int]]:
@@ -125,7 +155,7 @@ def _holders(namespaces: set[tuple[str, int]]) -> dict[int, set[tuple[str, int]]
     return found
 
 
-def _run_one(rng: random.Random, traces: Traces, home: Path, most: int) -> None:
+def _run_one(rng: random.Random, home: Path, most: int) -> Traces:
     """One life of an owner: some cycles, then kill -9, in a third of the lives of its zygote as well, in either order."""
     home.mkdir(exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(home), "ROLLMILL_HOME": str(home)}
@@ -133,20 +163,19 @@ def _run_one(rng: random.Random, traces: Traces, home: Path, most: int) -> None:
     assert owner.stdout is not None
     try:
         zygote = int(owner.stdout.readline())
+        watch = Watch(owner.pid, zygote)
         wanted = rng.randrange(1, most)
-        deadline = time.monotonic() + DEADLINE_S
-        done = 0
-        while done < wanted:
-            ready, _, _ = select.select([owner.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            data = os.read(owner.stdout.fileno(), 4096) if ready else b""
-            assert data, f"an owner stopped after {done} of {wanted} cycles"
-            done += len(data)
-            traces.look_at(owner.pid, zygote)
-        victims = rng.choice(([owner.pid], [owner.pid], [owner.pid], [owner.pid], [owner.pid, zygote], [zygote, owner.pid]))
-        for victim in victims:
+        poll = select.poll()
+        poll.register(owner.stdout, select.POLLIN)
+        while watch.traces.num_cycles < wanted:
+            data = os.read(owner.stdout.fileno(), 4096) if poll.poll(DEADLINE_S * 1000) else b""
+            assert data, f"an owner stopped after {watch.traces.num_cycles} of {wanted} cycles"
+            watch.traces.num_cycles += len(data)
+            watch.look()
+        for victim in rng.choice((*4 * ([owner.pid],), [owner.pid, zygote], [zygote, owner.pid])):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
-        traces.num_cycles += done
+        return watch.traces
     finally:
         owner.kill()
         owner.wait()
@@ -159,7 +188,7 @@ async def _owners_live_and_die(num_cycles: int, seed: int, home: Path, *, most: 
     async def in_turn(n: int) -> None:
         rng = random.Random(seed + n)
         while traces.num_cycles < num_cycles:
-            await asyncio.to_thread(_run_one, rng, traces, home / str(n), most)
+            traces.add(await asyncio.to_thread(_run_one, rng, home / str(n), most))
 
     await asyncio.gather(*(in_turn(n) for n in range(NUM_OWNERS)))
     return traces
@@ -174,11 +203,8 @@ def _left_groups(owners: set[int]) -> list[str]:
 
 def _assert_nothing_is_left(traces: Traces, mounts: str, home: Path) -> None:
     deadline = time.monotonic() + DEADLINE_S
-    for pid, fd in traces.pids.items():
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        assert poll.poll(max(0.0, deadline - time.monotonic()) * 1000), f"process {pid} outlived its owner"
-        os.close(fd)
+    for fd in traces.pidfds:
+        assert _ended(fd, max(0.0, deadline - time.monotonic())), "a process outlived its owner"
     while left := _left_groups(traces.owners):
         assert time.monotonic() < deadline, f"control groups are left: {left}"
         time.sleep(0.02)
@@ -192,7 +218,7 @@ def _assert_nothing_is_left(traces: Traces, mounts: str, home: Path) -> None:
 def _kill_owners(num_cycles: int, seed: int, tmp_path: Path, *, most: int) -> Traces:
     mounts = Path("/proc/self/mountinfo").read_text()
     traces = asyncio.run(_owners_live_and_die(num_cycles, seed, tmp_path, most=most))
-    assert traces.num_cycles >= num_cycles and traces.pids and traces.namespaces
+    assert traces.num_cycles >= num_cycles and traces.num_processes and traces.namespaces
     _assert_nothing_is_left(traces, mounts, tmp_path)
     return traces
 
@@ -207,7 +233,7 @@ def test_ten_thousand_cycles_of_killed_owners_leave_nothing(machine, tmp_path):
     traces = _kill_owners(10_000, 11, tmp_path, most=300)
     print(
         f"{traces.num_cycles} cycles of {len(traces.owners)} owners in {time.monotonic() - began:.0f} s: "
-        f"{len(traces.pids)} processes and {len(traces.namespaces)} namespaces were seen and none is left"
+        f"{traces.num_processes} processes and {len(traces.namespaces)} namespaces were seen and none is left"
     )
 
 

@@ -17,7 +17,7 @@ def sentence(error: OSError, *, rootless: bool) -> str:
         limits = "user.max_user_namespaces, max_pid_namespaces, max_net_namespaces or max_mnt_namespaces"
         return f"{what}: the limit on namespaces is reached; raise it with sysctl ({limits})"
     if error.errno == errno.ENOSYS:
-        return f"{what}: it needs Linux 6.15 or newer"
+        return f"{what}: it needs Linux 6.1 or newer"
     if error.errno in (errno.EPERM, errno.EACCES):
         if not rootless:
             return f"{what}: run it outside the container, or start the container with `--privileged`"
@@ -25,7 +25,7 @@ def sentence(error: OSError, *, rootless: bool) -> str:
             if _read(path) == closed:
                 return f"{what}: allow user namespaces with `sysctl {setting}`, or run as root"
         return f"{what}: run as root, or allow this user (in a container: `--security-opt seccomp=unconfined`) to make user namespaces"
-    return f"{what}: run as root on Linux 6.15 or newer"
+    return f"{what}: run as root on Linux 6.1 or newer"
 
 
 def _read(path: str) -> str:

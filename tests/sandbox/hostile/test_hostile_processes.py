@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from rollmill.records import RunFailure
+from rollmill.sandbox.agent import link
 from tests.sandbox.conftest import descendants, first_process
 from tests.sandbox.hostile.conftest import attack, nothing_left, works
 
@@ -151,7 +152,9 @@ def test_terminals_opened_and_dropped_leave_none_behind(perform):
 
 
 @pytest.mark.xfail(strict=True, reason="the agent waits in vfork for a child that a program of the box has stopped")
-def test_storm_of_stops_does_not_stop_the_agent(perform):
+def test_storm_of_stops_does_not_stop_the_agent(perform, monkeypatch):
+    monkeypatch.setattr(link, "KILL_GRACE_S", 1.0)
+
     async def act(stage):
         box = await stage.box()
         await attack(box, "stops")
@@ -166,7 +169,9 @@ def test_storm_of_stops_does_not_stop_the_agent(perform):
 
 
 @pytest.mark.xfail(strict=True, reason="the agent waits in vfork for an execve that waits for a lease")
-def test_lease_on_a_program_does_not_stop_the_agent(perform):
+def test_lease_on_a_program_does_not_stop_the_agent(perform, monkeypatch):
+    monkeypatch.setattr(link, "KILL_GRACE_S", 1.0)
+
     async def act(stage):
         box = await stage.box()
         await box.write("tool", b"#!/bin/sh\necho ran\n", mode=0o755)

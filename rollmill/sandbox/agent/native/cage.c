@@ -223,8 +223,8 @@ static void mount_root(struct embryo *e, const struct order *o) {
     int upper = openat(e->disk, "upper", O_PATH | O_DIRECTORY | O_CLOEXEC), work = openat(e->disk, "work", O_PATH | O_DIRECTORY | O_CLOEXEC);
     int fs = sys_fsopen("overlay");
     if (fs < 0) fail("open an overlay");
-    for (size_t i = 0; i < o->num_layers; i++) if (fs_fd(fs, "lowerdir+", o->layers[i]) < 0) fail("stack a layer (needs Linux 6.15)");
-    if (o->flags & ORDER_HOST && fs_fd(fs, "lowerdir+", s_->template_fd) < 0) fail("stack the template (needs Linux 6.15)");
+    for (size_t i = 0; i < o->num_layers; i++) if (fs_fd(fs, "lowerdir+", o->layers[i]) < 0) fail("stack a layer");
+    if (o->flags & ORDER_HOST && fs_fd(fs, "lowerdir+", s_->template_fd) < 0) fail("stack the template");
     if (fs_fd(fs, "upperdir", upper) < 0 || fs_fd(fs, "workdir", work) < 0) fail("give the overlay its disk");
     if (s_->user_xattr && fs_flag(fs, "userxattr") < 0) fail("ask the overlay for user attributes");
     fs_flag(fs, "volatile");

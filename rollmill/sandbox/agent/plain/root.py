@@ -128,7 +128,7 @@ def _stack(settings: Settings, disk: int, order: Order) -> None:
     upper, work = (os.open(name, flags, dir_fd=disk) for name in ("upper", "work"))
     try:
         with k.step("make the overlay"), k.FileSystem.new(b"overlay") as fs:
-            with k.step("stack a layer (needs Linux 6.15)"):
+            with k.step("stack a layer"):
                 for layer in order.layers:
                     fs.set_fd(b"lowerdir+", layer)
                 if order.flags & OrderFlag.HOST:
