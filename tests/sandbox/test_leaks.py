@@ -20,6 +20,7 @@ import rollmill
 from rollmill.sandbox import SandboxSpec
 from rollmill.sandbox.namespace import NamespaceBackend, groups
 from tests.sandbox.conftest import NUM_PREPARED, descendants, settled
+from tests.sandbox.hostile.conftest import host_mounts
 
 REPOSITORY = Path(rollmill.__file__).resolve().parent.parent
 DEADLINE_S = 120.0
@@ -201,7 +202,7 @@ def _left_groups(owners: set[int]) -> list[str]:
     return [name for name in names if int(name.rpartition("/")[2].split("-")[1]) in owners]
 
 
-def _assert_nothing_is_left(traces: Traces, mounts: str, home: Path) -> None:
+def _assert_nothing_is_left(traces: Traces, mounts: list[str], home: Path) -> None:
     deadline = time.monotonic() + DEADLINE_S
     for fd in traces.pidfds:
         assert _ended(fd, max(0.0, deadline - time.monotonic())), "a process outlived its owner"
@@ -211,12 +212,12 @@ def _assert_nothing_is_left(traces: Traces, mounts: str, home: Path) -> None:
     while held := _holders(traces.namespaces):
         assert time.monotonic() < deadline, f"namespaces of dead boxes are held: {held}"
         time.sleep(0.02)
-    assert Path("/proc/self/mountinfo").read_text() == mounts
+    assert host_mounts() == mounts
     assert [str(path) for path in home.rglob("*") if not path.is_dir()] == []
 
 
 def _kill_owners(num_cycles: int, seed: int, tmp_path: Path, *, most: int) -> Traces:
-    mounts = Path("/proc/self/mountinfo").read_text()
+    mounts = host_mounts()
     traces = asyncio.run(_owners_live_and_die(num_cycles, seed, tmp_path, most=most))
     assert traces.num_cycles >= num_cycles and traces.num_processes and traces.namespaces
     _assert_nothing_is_left(traces, mounts, tmp_path)

@@ -268,7 +268,7 @@ class QemuVmm:
 
 def _nameless(data: bytes = b"") -> int:
     """A file that is gone when its last holder is."""
-    with os.fdopen(os.memfd_create("x"), "w+b") as file:
+    with tempfile.TemporaryFile() as file:
         file.write(data)
         file.flush()
         return os.dup(file.fileno())

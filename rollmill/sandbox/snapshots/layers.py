@@ -34,6 +34,8 @@ _OPAQUE = (xattr("user.overlay.opaque"), b"y")
 _ORIGIN = (xattr("user.overlay.origin"), b"")
 """Tells the kernel to look for removals when it lists a folder that has none below it; else it lists the removed names themselves."""
 _OVERLAY = (xattr("user.overlay."), xattr("trusted.overlay."))
+_ESCAPED = (xattr("user.overlay.overlay."), xattr("trusted.overlay.overlay."))
+"""How the kernel keeps an attribute of the overlay's name that a program set through the overlay: it marks nothing."""
 _UNPORTABLE = ("redirect", "metacopy")
 """Attributes by which a layer refers to the one below; boxes are mounted so that the kernel never makes them."""
 
@@ -75,8 +77,7 @@ def read_raw(source: BinaryIO) -> Layer:
         if member.kind is Kind.HARD_LINK:
             nodes[member.path] = _linked(nodes, member)
             continue
-        overlay = {key: value for key, value in member.extra if key.startswith(_OVERLAY)}
-        names = {key.rpartition(b".")[2].decode(errors="replace"): value for key, value in overlay.items()}
+        names = {key.rpartition(b".")[2].decode(errors="replace"): value for key, value in member.extra if _is_mark(key)}
         if unportable := [name for name in _UNPORTABLE if name in names]:
             raise ValueError(f"{member.path!r} carries overlay.{unportable[0]}; mount the overlay with userxattr, which never makes it")
         is_removal = member.kind is Kind.CHAR and member.device == (0, 0)
@@ -157,6 +158,10 @@ def _is_folder(node: Node | None) -> bool:
     return node is not None and node.kind is Kind.FOLDER
 
 
+def _is_mark(key: bytes) -> bool:
+    return key.startswith(_OVERLAY) and not key.startswith(_ESCAPED)
+
+
 def _node(member: Member) -> Node:
     return Node(
         kind=member.kind,
@@ -166,7 +171,7 @@ def _node(member: Member) -> Node:
         mtime_ns=member.mtime_ns,
         target=member.target,
         device=member.device,
-        extra=tuple((key, value) for key, value in member.extra if is_xattr(key) and not key.startswith(_OVERLAY)),
+        extra=tuple((key, value) for key, value in member.extra if is_xattr(key) and not _is_mark(key)),
         body=member.body,
     )
 

@@ -57,6 +57,8 @@ def upper(folder: Path) -> None:
     whiteout(folder / "home/dev/removed")
     (folder / "etc").mkdir()
     whiteout(folder / "etc/motd")
+    for path in ("etc", "home", "home/dev"):
+        mark(folder / path, "origin")  # the kernel notes on folders that it copied up where they came from
 
 
 EXPECTED = [

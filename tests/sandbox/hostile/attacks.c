@@ -232,7 +232,14 @@ static void *touched(size_t size) {
 
 static char chunk[1 << 20];
 
-static int fill_file(int fd) { return write(fd, chunk, sizeof chunk) == sizeof chunk ? 0 : -1; }
+static int fill_file(int fd) { /* what stopped a short write is told by the next */
+    for (size_t done = 0; done < sizeof chunk;) {
+        ssize_t n = write(fd, chunk, sizeof chunk - done);
+        if (n <= 0) return -1;
+        done += (size_t)n;
+    }
+    return 0;
+}
 
 static int fill_sockets(int family, int type, int protocol) { /* one socket pair filled until it blocks; how many bytes, or -1 */
     int pair[2], total = 0;

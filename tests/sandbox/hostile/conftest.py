@@ -20,6 +20,7 @@ from tests.sandbox.conftest import NUM_PREPARED, Scene, settled
 SOURCE = Path(__file__).with_name("attacks.c")
 DEADLINE_S = 120.0
 _SETTINGS = ("core_pattern", "hostname", "panic", "sysrq", "modprobe", "pid_max", "printk")
+_ENGINES = ("/var/lib/containers", "/var/lib/docker", "/run/")
 Attack = Callable[["Stage"], Awaitable[None]]
 
 
@@ -81,12 +82,18 @@ def host_unharmed(canary: Path):
     assert _host() == before
 
 
+def host_mounts() -> list[str]:
+    """Those of this process, without what container engines mount and unmount meanwhile."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    return [line for line in lines if not line.split()[4].startswith(_ENGINES)]
+
+
 def _host() -> dict[str, object]:
     settings = {name: path.read_text() for name in _SETTINGS if (path := Path("/proc/sys/kernel", name)).exists()}
     devices = {
         name: (os.stat(f"/dev/{name}").st_mode, os.stat(f"/dev/{name}").st_uid) for name in ("null", "zero", "full", "random", "tty")
     }
-    return {"mounts": Path("/proc/self/mountinfo").read_text(), "nice": os.getpriority(os.PRIO_PROCESS, 0), **settings, **devices}
+    return {"mounts": host_mounts(), "nice": os.getpriority(os.PRIO_PROCESS, 0), **settings, **devices}
 
 
 @contextlib.asynccontextmanager
@@ -127,4 +134,4 @@ async def nothing_left(stage: Stage, *boxes: Any) -> None:
     await settled(stage.backend, num_boxes=1)
 
 
-__all__ = ["Attack", "Scene", "Stage", "attack", "host_unharmed", "nothing_left", "works", "works_or_is_ruined"]
+__all__ = ["Attack", "Scene", "Stage", "attack", "host_mounts", "host_unharmed", "nothing_left", "works", "works_or_is_ruined"]

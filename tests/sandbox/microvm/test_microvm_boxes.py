@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import msgspec
 import pytest
 
 from rollmill.records import RunFailure
+from rollmill.sandbox.images.store import Image, ImageStore
 from rollmill.sandbox.microvm import MicrovmBackend
 from rollmill.sandbox.microvm.box import MicrovmBox
 from rollmill.sandbox.records import ChangeKind, Egress, FileKind, SandboxSpec, Service
@@ -205,6 +207,32 @@ def test_guest_that_does_not_come_up_fails_with_the_last_lines_of_its_console(pl
         backend._disks.get = broken  # type: ignore[method-assign, assignment]
         with pytest.raises(RunFailure, match="cannot mount the disk"):
             await backend.create(SMALL)
+
+    play(scene)
+
+
+@pytest.mark.vm
+def test_image_of_the_store_is_packed_once_and_booted(play: Callable[[Scene], None], tmp_path: Path) -> None:
+    busybox = shutil.which("busybox")
+    if busybox is None:
+        pytest.skip("there is no static busybox for a small image; Debian: `apt-get install busybox-static`")
+    store = ImageStore(tmp_path / "images")
+    with store.stage() as folder:
+        for name in ("bin", "etc", "home/ada", "proc", "sys", "dev", "tmp"):
+            (folder / "rootfs" / name).mkdir(parents=True)
+        shutil.copy(busybox, folder / "rootfs" / "bin" / "busybox")
+        for name in ("sh", "cat", "id", "pwd", "touch"):
+            (folder / "rootfs" / "bin" / name).symlink_to("busybox")
+        image = Image(env={"KIND": "small"}, workdir="/home/ada", home="/home/ada", user="ada", uid=1234, gid=1234, hostname="tiny")
+        store.name("small", store.commit(folder, image))
+
+    async def scene(_: MicrovmBackend) -> None:
+        backend = MicrovmBackend(images=tmp_path / "images")
+        box = await backend.create(msgspec.structs.replace(SMALL, image="small"))
+        assert await said(box, "touch mine; id -u; pwd; echo $KIND; cat /proc/sys/kernel/hostname") == "1234\n/home/ada\nsmall\ntiny"
+        with pytest.raises(ValueError, match="not in the store"):
+            await backend.create(SandboxSpec(image="absent"))
+        await backend.close()
 
     play(scene)
 
