@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 import pytest
@@ -36,8 +37,9 @@ def test_links_to_everywhere_lead_to_places_in_the_box(perform, tmp_path):
             assert (await box.stat(f"link{number}")).kind is FileKind.LINK
             with pytest.raises(OSError):
                 await box.stat(target)
-        # Through its own /proc the agent sees no more than the box's root.
-        assert await box.read("/proc/self/root/etc/hostname") == await box.read("/etc/hostname")
+        # Through its own /proc the agent sees no more than the box's root, if it looks there at all.
+        with contextlib.suppress(OSError):
+            assert await box.read("/proc/self/root/etc/hostname") == await box.read("/etc/hostname")
         assert await box.list() == []
 
     perform(act)

@@ -66,7 +66,7 @@ libc = ctypes.CDLL(None)
 for _ in range(40):
     if libc.syscall(206, 4000, ctypes.byref(ctypes.c_ulong(0))) < 0: break
 """
-SEND_ONE = 'import socket; socket.send_fds(socket.socketpair()[0], [b"x"], [0])'
+SEND_ONE = 'import socket; one, two = socket.socketpair(); socket.send_fds(one, [b"x"], [0])'
 WATCH_ONE = "import ctypes, sys; sys.exit(ctypes.CDLL(None).inotify_init1(0) < 0)"
 TIMER = "import ctypes; t = ctypes.c_void_p(); raise SystemExit(ctypes.CDLL(None).timer_create(1, None, ctypes.byref(t)) != 0)"
 OPEN_ONE = "import os; os.openpty()"
@@ -191,6 +191,7 @@ def test_memory_of_sockets_counts_against_the_bound(perform, taking):
     async def act(stage):
         box = await stage.box(memory_bytes=48 << 20, disk_bytes=1 << 20)
         result = await box.exec(["python3", "-c", taking + MEASURE], timeout_s=60)
-        assert result.exit_code == -9 or int(result.stdout.split()[1]) <= 49
+        # The kernel refuses more at the bound and lets each of two hundred ends have a buffer of 64 KiB beyond it.
+        assert result.exit_code == -9 or int(result.stdout.split()[1]) <= 49 + 13
 
     perform(act)

@@ -214,9 +214,14 @@ static void add_change(struct changes *c, int is_removed, const char *path) {
 
 /* Whether a folder was made here: the kernel notes on those it merely copied up where they came from. */
 static int is_made_here(int fd) {
+    static const char *const names[][2] = {{"user.overlay.opaque", "user.overlay.origin"}, {"trusted.overlay.opaque", "trusted.overlay.origin"}};
     char mark;
-    if (fgetxattr(fd, "user.overlay.opaque", &mark, 1) == 1 && mark == 'y') return 1;
-    return fgetxattr(fd, "user.overlay.origin", NULL, 0) < 0 && errno == ENODATA;
+    for (int i = 0; i < 2; i++) {
+        if (fgetxattr(fd, names[i][0], &mark, 1) == 1 && mark == 'y') return 1;
+        if (fgetxattr(fd, names[i][1], NULL, 0) >= 0) return 0;
+        if (errno != ENODATA && errno != EOPNOTSUPP) return 0;
+    }
+    return 1;
 }
 
 static void walk_layer(struct changes *c, int fd, const char *path, int is_new) {

@@ -11,7 +11,6 @@
 #include <grp.h>
 #include <linux/capability.h>
 #include <linux/random.h>
-#include <linux/vm_sockets.h>
 #include <net/if.h>
 #include <pthread.h>
 #include <signal.h>
@@ -26,6 +25,8 @@
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
+/* Last: older kernel headers rely on what others define. */
+#include <linux/vm_sockets.h>
 
 #define MAX_ENV 256
 #define DEVICE_WAIT_S 20.0
@@ -317,7 +318,7 @@ int guest_main(void) {
     must(chroot("."), "change the root");
     make_links();
     raise_loopback();
-    sethostname(conf.hostname, strlen(conf.hostname));
+    if (sethostname(conf.hostname, strlen(conf.hostname)) < 0) {}
     own_folder(conf.home);
     own_folder(conf.workdir);
     must(chdir(conf.workdir), "enter the working directory");

@@ -160,12 +160,13 @@ int serve(int in_fd, int out_fd, const struct box *box) {
     fcntl(out_fd, F_SETFL, fcntl(out_fd, F_GETFL) | O_NONBLOCK);
     out_fd_ = out_fd;
     box_ = box;
+    in.size = out.size = out_sent = 0; /* a stream that broke may have left half a frame */
     commands_begin(box);
     files_begin(box);
     double end = box->lifetime_s > 0 ? now_s() + box->lifetime_s : INFINITY;
     struct pollfd *fds = NULL;
     for (;;) {
-        if (!flush()) return 0;
+        if (!flush()) break;
         size_t room = 3 + commands_num_fds();
         struct pollfd *grown = realloc(fds, room * sizeof *fds);
         if (!grown) _exit(70);
@@ -194,8 +195,11 @@ int serve(int in_fd, int out_fd, const struct box *box) {
         }
         check_ended();
         if (fds[0].revents & (POLLIN | POLLHUP | POLLERR)) {
-            if (!hear(in_fd)) return 0;
+            if (!hear(in_fd)) break;
             if (answer_frames()) { flush(); return 1; }
         }
     }
+    close(child_fd);
+    free(fds);
+    return 0;
 }
