@@ -128,7 +128,7 @@ class Ours:
 
     async def _live(self, num: int, limit_s: float) -> dict[str, Any]:
         """A running process frozen once, then resumed in forks, each proved by a count that goes on."""
-        box = await self._backend.create(SPEC)
+        box = await self._backend.create(SandboxSpec(lifetime_s=SPEC.lifetime_s, live=True))
         await box.write("counter.py", _COUNTER.encode())
         await box.exec("setsid python3 counter.py < /dev/null > /dev/null 2>&1 &", timeout_s=CALL_S)
         await _count(box, 10)

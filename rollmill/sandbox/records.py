@@ -60,6 +60,8 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     """None: no network but the box's own loopback."""
     root: bool = False
     """Commands run as root of the box's own user namespace, with rights over its files and users, never over its mounts or network."""
+    live: bool = False
+    """Built so that `snapshot(live=True)` can continue its processes; a virtual machine always is, a namespace box starts slower for it."""
     hostname: str = ""
     """Empty: the image's own."""
     memory_bytes: int = 512 << 20

@@ -175,6 +175,16 @@ class Link:
     def alive(self) -> bool:
         return self._why is None and not self._hung_up
 
+    @property
+    def busy(self) -> bool:
+        """Whether somebody waits for an answer."""
+        return bool(self._answers)
+
+    def release(self) -> list[Listener]:
+        """Whoever heard of a streaming command, and from now on hears nothing more of it here."""
+        listeners, self._listeners = self._listeners, {}
+        return list(listeners.values())
+
     def failure(self) -> RunFailure | BoxRuined:
         message = f"box {self.name} is gone: {self._why or self.last_words or 'its first process ended'}"
         return BoxRuined(message) if self._ruined else RunFailure(Boundary.SANDBOX, message)

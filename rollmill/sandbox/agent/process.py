@@ -33,7 +33,7 @@ _ACKNOWLEDGE_BYTES = wire.WINDOW_BYTES // 4
 class AgentProcess:
     """Iterate it for its output, or `wait` for its end: `wait` takes what is left, unless an iteration is waiting for it at that moment."""
 
-    def __init__(self, link: Link, body: bytes, program: str) -> None:
+    def __init__(self, link: Link, body: bytes, program: str, *, ask: wire.Ask = wire.Ask.EXEC) -> None:
         self.pid = 0
         self._link = link
         self._program = program
@@ -49,7 +49,12 @@ class AgentProcess:
         loop = asyncio.get_running_loop()
         self._started: asyncio.Future[None] = loop.create_future()
         self._ended: asyncio.Future[None] = loop.create_future()
-        self._request, _ = link.ask(wire.Ask.EXEC, body, listener=self)
+        self._request, _ = link.ask(ask, body, listener=self)
+
+    @classmethod
+    def adopted(cls, link: Link, pid: int, program: str) -> AgentProcess:
+        """A program that runs in the box already."""
+        return cls(link, _TARGET.pack(pid), program, ask=wire.Ask.ADOPT)
 
     async def started(self) -> None:
         """Until it runs; OSError when it cannot."""
@@ -143,6 +148,11 @@ class AgentProcess:
     def kept(self) -> bytes:
         """What was kept of both streams, standard output first."""
         return b"".join(part.render() for part in self._kept or ())
+
+    def move(self, link: Link) -> None:
+        """Go on in another life of the box, to which the program itself was carried."""
+        self._link = link
+        self._request, _ = link.ask(wire.Ask.ADOPT, _TARGET.pack(self.pid), listener=self)
 
     # Listener
 

@@ -35,6 +35,17 @@ class Services:
     def __len__(self) -> int:
         return len(self._running)
 
+    def running(self) -> list[tuple[Service, AgentProcess]]:
+        return list(self._running.values())
+
+    async def adopt(self, service: Service, pid: int) -> None:
+        """It runs already, restored with its box."""
+        assert self._box.link is not None
+        process = AgentProcess.adopted(self._box.link, pid, " ".join(service.argv))
+        await process.started()
+        process.drain()
+        self._running[service.name] = (service, process)
+
     async def serve(self, service: Service) -> None:
         """Start it and wait until it can be used."""
         if service.name in self._running:

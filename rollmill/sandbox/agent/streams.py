@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import asyncio
 import socket
+import struct
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -16,7 +17,8 @@ READ_BYTES = 1 << 16
 """Below the size from which the allocator maps fresh pages for each read."""
 _MAX_FDS = 16
 _INT_BYTES = array.array("i").itemsize
-_CONTROL_BYTES = socket.CMSG_SPACE(_MAX_FDS * _INT_BYTES)
+_CREDENTIALS = struct.Struct("3i")
+_CONTROL_BYTES = socket.CMSG_SPACE(_MAX_FDS * _INT_BYTES) + socket.CMSG_SPACE(_CREDENTIALS.size)
 
 
 class Stream(Protocol):
@@ -38,8 +40,13 @@ class Stream(Protocol):
 class SocketStream:
     """A connected AF_UNIX stream socket, watched by the loop itself: thousands of boxes have no transport objects."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, *, identify: bool = False) -> None:
+        """`identify`: learn who is at the other end, by the kernel's word."""
         sock.setblocking(False)
+        if identify:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self.peer_pid = 0
+        """The process that sent last, as this machine counts; 0: not asked for, or nothing came yet."""
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._unsent: deque[memoryview] = deque()
@@ -90,6 +97,8 @@ class SocketStream:
                 numbers = array.array("i")
                 numbers.frombytes(payload[: len(payload) - len(payload) % _INT_BYTES])
                 fds += numbers
+            elif level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
+                self.peer_pid = _CREDENTIALS.unpack_from(payload)[0]
         if data:
             self._on_data(data, fds)
         else:

@@ -58,6 +58,12 @@ class Ask(enum.IntEnum):
     PING = 16
     TAKEN = 17
     """`u32 target, u32 bytes`: the owner took so much of the command's output. Not answered."""
+    LEAVE = 18
+    """Let go of all programs, for a dump: `u32 pid` of their common parent, `str name` under which it waits for an agent."""
+    JOIN = 19
+    """`str name`: take up the programs that were left, or restored in this box."""
+    ADOPT = 20
+    """`u32 pid` of such a program: answered as an EXEC that streams."""
 
 
 class Say(enum.IntEnum):

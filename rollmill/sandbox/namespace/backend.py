@@ -23,8 +23,10 @@ from rollmill.sandbox.egress.upstream import Resolve, resolve_public
 from rollmill.sandbox.images.store import Image, ImageStore
 from rollmill.sandbox.namespace.box import NamespaceBox
 from rollmill.sandbox.namespace.courier import NamespaceCourier
+from rollmill.sandbox.namespace.criu import Place
 from rollmill.sandbox.namespace.flatten import Flattener
 from rollmill.sandbox.namespace.layers import MAX_STACK, Layer, Machine, Stack, let_go, order
+from rollmill.sandbox.namespace.live import Live, LiveImage
 from rollmill.sandbox.namespace.snapshot import NamespaceSnapshot
 from rollmill.sandbox.namespace.zygote import Zygote
 from rollmill.sandbox.records import Capabilities, SandboxSpec, Service
@@ -34,6 +36,7 @@ from rollmill.sandbox.snapshots.store import open_store
 
 if TYPE_CHECKING:
     from rollmill.sandbox.egress.authority import Authority
+    from rollmill.sandbox.interface import Sandbox
 
 CREATE_DEADLINE_S = 60.0
 _MIN_MEMORY_BYTES, _MIN_DISK_BYTES = 32 << 20, 64 << 10
@@ -73,6 +76,9 @@ class NamespaceBackend:
         self._authority: Authority | None = None
         self._known: MutableMapping[Layer, LayerRef] = WeakKeyDictionary()
         """Layers that some store already holds."""
+        self._live: Live | None = None
+        self._live_tried: str | None = None
+        """Why live forks do not work here; empty: they do; None: nobody has asked."""
         self.flattener = Flattener(self._courier)
         self._num_created = 0
         self._closed = False
@@ -106,11 +112,13 @@ class NamespaceBackend:
 
     async def capabilities(self) -> Capabilities:
         """`facts`: `privilege` (root, rootless), `helper` (native, plain), `memory` (cgroup-v1, cgroup-v2: per box; rlimit-as: per
-        process), `cpu`, `ids`."""
+        process), `cpu`, `ids`, `live_fork` (works, or why not: tried once)."""
         zygote = await self._running()
+        if self._live_tried is None:
+            self._live_tried = await self._try_live()
         return Capabilities(
-            backend="namespace", isolation="namespace", fork=True, save=zygote.can_save, suspend=True, egress=True, images=True,
-            facts=zygote.facts,
+            backend="namespace", isolation="namespace", fork=True, live_fork=not self._live_tried, save=zygote.can_save, suspend=True,
+            egress=True, images=True, facts={**zygote.facts, "live_fork": self._live_tried or "works"},
         )  # fmt: skip
 
     async def start(self) -> None:
@@ -143,9 +151,10 @@ class NamespaceBackend:
 
     async def stand(
         self, spec: SandboxSpec, machine: Machine, stack: Stack, services: Sequence[Service], *, install: bool = False,
-        views: Stack = (), bare: bool = False,
+        views: Stack = (), bare: bool = False, live: LiveImage | None = None,
     ) -> NamespaceBox:  # fmt: skip
-        """A box on this stack, its services running; `views` are shown read-only below /mnt/view, `bare`: its own layer at /mnt/layer."""
+        """A box on this stack, its services running; `views` are shown read-only below /mnt/view, `bare`: its own layer at /mnt/layer;
+        `live`: with these processes, the services among them."""
         self._num_created += 1
         box = NamespaceBox(f"box-{self._num_created}", spec, self, machine, stack)
         try:
@@ -153,6 +162,12 @@ class NamespaceBackend:
                 await self._begin(box, views=views, bare=bare)
                 if install and spec.files:
                     await box.install(spec.files, deadline_s=CREATE_DEADLINE_S)
+                if live is not None:
+                    await self._revive(box, live)
+            if live is not None:
+                for running in live.services:
+                    await box.services.adopt(running.service, running.pid)
+                return box
             for service in services:
                 await box.serve(service)
         except BaseException:
@@ -169,12 +184,13 @@ class NamespaceBackend:
         message = order(box.spec, box.machine, num_layers=len(box.stack), num_views=len(views), bare=bare, trust=self._trust(box.spec))
         ours, theirs = socket.socketpair()
         box.slot = None
-        box.attach(SocketStream(ours))
+        stream = SocketStream(ours, identify=box.spec.live)
+        box.attach(stream)
         zygote.order(message, fds, theirs, lent=lent)
         if zygote.lost:
             box.gone("the zygote that made it died")
         hello = await box.ready(CREATE_DEADLINE_S)
-        box.slot = hello.slot
+        box.slot, box.pid = hello.slot, stream.peer_pid
         assert box.link is not None
         self._lives[hello.slot] = (box.link, asyncio.get_running_loop().create_future())
         if hello.slot in self._early:
@@ -184,24 +200,69 @@ class NamespaceBackend:
 
     async def snapshot(self, box: NamespaceBox, *, live: bool) -> NamespaceSnapshot:
         """Freeze the box's layer and let the box go on above it."""
-        if live:
-            raise ValueError("the namespace backend does not fork running processes; use the microvm backend, or snapshot(live=False)")
+        if live and not box.spec.live:
+            raise ValueError("snapshot(live=True) of a namespace box needs SandboxSpec(live=True); or use the microvm backend")
         async with box.changing:
             box.check_open()
-            services = await box.quiesce()
-            box.restack(await self.freeze(box))
-            snapshot = NamespaceSnapshot(self, box.spec, box.machine, box.stack, services)
+            image = await (await self._live_forks()).take(box, self._place(box)) if live else None
+            running = box.services
+            services = tuple(running) if image is not None else await box.quiesce()
+            try:
+                box.restack(await self.freeze(box))
+            except BaseException:
+                if image is not None:
+                    image.let_go()
+                raise
+            snapshot = NamespaceSnapshot(self, box.spec, box.machine, box.stack, services, live=image)
             self.flattener.watch(box)
             self.flattener.watch(snapshot)
             try:
                 async with self._admission:
                     await self._begin(box)
-                for service in services:
-                    await box.serve(service)
+                    if image is not None:
+                        box.services = running
+                        await self._revive(box, image)
+                if image is None:
+                    for service in services:
+                        await box.serve(service)
             except BaseException:
                 await snapshot.close()
                 raise
             return snapshot
+
+    async def _live_forks(self) -> Live:
+        """ValueError where this machine does not give them."""
+        if self._live is None:
+            self._live = await asyncio.to_thread(Live.open, await self._running())
+        return self._live
+
+    def _place(self, box: NamespaceBox) -> Place:
+        assert self._zygote is not None and box.slot is not None
+        return Place(pid=box.pid, groups=self._zygote.groups_of(box.slot))
+
+    async def _revive(self, box: NamespaceBox, image: LiveImage) -> None:
+        await (await self._live_forks()).put(box, self._place(box), image)
+
+    async def _try_live(self) -> str:
+        """Why a running program cannot be forked here; empty when it can, which takes a trial: much of it depends on the kernel."""
+        made: list[Sandbox] = []
+        try:
+            box = await self.create(SandboxSpec(live=True))
+            made.append(box)
+            await box.start(["sleep", "1000"])
+            snapshot = await box.snapshot(live=True)
+            try:
+                made += await snapshot.fork(1)
+            finally:
+                await snapshot.close()
+            child = made[-1]
+            assert isinstance(child, NamespaceBox)
+            found = [line for _, line in await child.processes()]
+        except (ValueError, RunFailure) as error:
+            return str(error)
+        finally:
+            await asyncio.gather(*(box.close() for box in made))
+        return "" if found == ["sleep 1000"] else f"a fork of one program came up with {found}"
 
     async def freeze(self, box: NamespaceBox) -> Layer:
         """The box's writable layer, which from now on nothing writes to; the box has no life until it is given another one."""
@@ -262,6 +323,9 @@ class NamespaceBackend:
             zygote, self._zygote = self._zygote, None
         if zygote is not None:
             await zygote.stop()
+        if self._live is not None:
+            self._live.close()
+            self._live = None
         let_go(layer for _, layer in self._images.values())
         self._images = {}
 
@@ -270,6 +334,8 @@ class NamespaceBackend:
         zygote = await self._running()
         if spec.root and zygote.has_one_id:
             raise ValueError("root=True needs a range of user ids, which this user does not have; run as root")
+        if spec.live:
+            await self._live_forks()
         if spec.image == "host":
             return Machine(), ()
         if spec.image not in self._images:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from typing import TYPE_CHECKING, Any
 
 from rollmill.records import Boundary, RunFailure
+from rollmill.sandbox.agent import wire
 from rollmill.sandbox.agent.client import AgentBox
+from rollmill.sandbox.agent.link import Listener
+from rollmill.sandbox.agent.process import AgentProcess
 from rollmill.sandbox.namespace.layers import Layer, Machine, Stack, let_go, use
 from rollmill.sandbox.records import SandboxSpec, Service
 
@@ -32,6 +36,9 @@ class NamespaceBox(AgentBox):
         self.slot: int | None = None
         self.changing = asyncio.Lock()
         """Held by a snapshot: a second one waits."""
+        self.pid = 0
+        """Its first process, as this machine counts; of boxes that can be forked live."""
+        self._moving: list[Listener] = []
         self._backend = backend
         self._closed = False
 
@@ -47,6 +54,31 @@ class NamespaceBox(AgentBox):
 
     async def snapshot(self, *, live: bool = False) -> NamespaceSnapshot:
         return await self._backend.snapshot(self, live=live)
+
+    async def leave_programs(self) -> tuple[int, bytes] | None:
+        """Take the agent's hands off all programs: their common parent's number, and its name for `join_programs`; None: there are none."""
+        link = self._life()
+        if link.busy:
+            raise ValueError(f"box {self.name} runs a call; wait for it before snapshot(live=True), or start() what is to go on")
+        try:
+            body = wire.Body(await self._control(wire.Ask.LEAVE))
+        except OSError as error:
+            if error.errno == errno.ESRCH:
+                return None
+            raise RunFailure(Boundary.SANDBOX, f"box {self.name} cannot be forked live: {error.strerror}") from None
+        self._moving = link.release()
+        return body.u32(), body.text()
+
+    async def join_programs(self, name: bytes) -> None:
+        """Take up programs that were left or restored; who held one that this box started goes on holding it."""
+        moving, self._moving = self._moving, []
+        try:
+            await self._control(wire.Ask.JOIN, wire.text(name))
+        except OSError as error:
+            raise RunFailure(Boundary.SANDBOX, f"box {self.name} lost its programs: {error.strerror}") from None
+        for process in moving:
+            assert isinstance(process, AgentProcess)
+            process.move(self._life())
 
     async def fork(self, num: int) -> list[Any]:
         snapshot = await self.snapshot()

@@ -81,6 +81,7 @@ class OrderFlag(IntFlag):
     EGRESS = 2
     BARE = 4
     HOST = 8
+    LIVE = 16
 
 
 def ports_of(spec: SandboxSpec) -> tuple[int, ...]:
@@ -104,6 +105,8 @@ def order(spec: SandboxSpec, machine: Machine, *, num_layers: int, num_views: in
         flags |= OrderFlag.EGRESS
     if bare:
         flags |= OrderFlag.BARE
+    if spec.live:
+        flags |= OrderFlag.LIVE
     ports = ports_of(spec)
     words: Sequence[str] = (spec.hostname or machine.hostname, machine.workdir, env.get("HOME", machine.home), trust)
     return (

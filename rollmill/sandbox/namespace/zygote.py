@@ -102,6 +102,8 @@ class Zygote:
         self.facts: dict[str, str] = {}
         self.is_rootless = False
         self.has_one_id = False
+        self.first_id = 0
+        """Who the root of a box is on this machine."""
         self.lost = False
         self._groups = groups.Groups(version=0)
         self._control, self._orders, self._opener = control, orders, opener
@@ -119,7 +121,7 @@ class Zygote:
     async def start(cls, *, pool: int, on_gone: Gone, on_lost: Callable[[str], None]) -> Zygote:
         program = await asyncio.to_thread(build.binary)
         by_path = stacks_by_path()
-        plan_fd, rootless, made, num_ids = await asyncio.to_thread(_write_plan, pool, by_path)
+        plan_fd, rootless, made, first_id, num_ids = await asyncio.to_thread(_write_plan, pool, by_path)
         ours, theirs = zip(*(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)), strict=True)
         owner_fd = os.pidfd_open(os.getpid())
         try:
@@ -140,7 +142,7 @@ class Zygote:
             end.setblocking(False)
         zygote = cls(process, *ours)
         zygote.is_rootless, zygote._groups = rootless, made
-        zygote.has_one_id, zygote.by_path = num_ids == 1, by_path
+        zygote.has_one_id, zygote.by_path, zygote.first_id = num_ids == 1, by_path, first_id
         zygote._on_gone, zygote._on_lost = on_gone, on_lost
         try:
             async with asyncio.timeout(START_DEADLINE_S):
@@ -176,6 +178,12 @@ class Zygote:
         if not self.lost:
             with contextlib.suppress(BlockingIOError, ConnectionError):  # a zygote that takes no orders is lost soon, and its boxes with it
                 self._control.send(struct.pack("<II", _KILL, box))
+
+    def groups_of(self, box: int) -> tuple[str, ...]:
+        """Files through which a process enters the control groups of a box."""
+        return tuple(
+            f"{parent}/{self._groups.own}/b{box >> 20}/cgroup.procs" for parent in (self._groups.memory, self._groups.cpu) if parent
+        )
 
     def size_pool(self, num: int) -> None:
         """How many boxes are kept prepared."""
@@ -299,7 +307,7 @@ class Zygote:
             self._unsent.pop().close()
 
 
-def _write_plan(pool: int, by_path: bool) -> tuple[int, bool, groups.Groups, int]:
+def _write_plan(pool: int, by_path: bool) -> tuple[int, bool, groups.Groups, int, int]:
     rootless = is_rootless()
     made = groups.open_groups()
     cores = os.cpu_count() or 1
@@ -316,7 +324,7 @@ def _write_plan(pool: int, by_path: bool) -> tuple[int, bool, groups.Groups, int
     view = memoryview(plan)
     while view:
         view = view[os.write(fd, view) :]
-    return fd, rootless, made, num_ids
+    return fd, rootless, made, first_id, num_ids
 
 
 def _parse_hello(message: bytes, rootless: bool) -> str:

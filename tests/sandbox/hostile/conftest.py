@@ -15,7 +15,7 @@ import pytest
 
 from rollmill.sandbox import ExecResult, SandboxSpec
 from rollmill.sandbox.namespace import NamespaceBackend
-from tests.sandbox.conftest import NUM_PREPARED, Scene, settled
+from tests.sandbox.conftest import NUM_PREPARED, settled
 
 SOURCE = Path(__file__).with_name("attacks.c")
 DEADLINE_S = 120.0
@@ -32,6 +32,8 @@ class Stage:
         self.sibling: Any = None
 
     async def box(self, **limits: Any) -> Any:
+        if limits.get("root") and not (await self.backend.capabilities()).facts["ids"].startswith("the image"):
+            pytest.skip("an ordinary user has one user id, and its boxes no root")
         box = await self.backend.create(SandboxSpec(**limits))
         await box.write("/tmp/attacks", self._program, mode=0o755)
         return box
@@ -132,6 +134,3 @@ async def nothing_left(stage: Stage, *boxes: Any) -> None:
     for box in boxes:
         await box.close()
     await settled(stage.backend, num_boxes=1)
-
-
-__all__ = ["Attack", "Scene", "Stage", "attack", "host_mounts", "host_unharmed", "nothing_left", "works", "works_or_is_ruined"]

@@ -223,7 +223,6 @@ os.killpg(0, 9)
 """
 
 
-@pytest.mark.xfail(strict=True, reason="processes are bounded per user, and the root of a box can be any user")
 def test_root_of_a_box_cannot_leave_the_bound_on_processes_by_other_users(perform):
     async def act(stage):
         box = await stage.box(root=True, num_processes=16)

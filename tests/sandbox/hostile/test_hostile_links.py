@@ -60,7 +60,6 @@ def test_agent_lends_nothing_of_its_own_through_the_api(perform, root):
     perform(act)
 
 
-@pytest.mark.xfail(strict=True, reason="the agent follows magic links of its own /proc, and one of its descriptors is the bare layer")
 @pytest.mark.parametrize("root", [False, True])
 def test_bare_layer_below_the_overlay_cannot_be_entered(perform, root):
     async def act(stage):
@@ -189,7 +188,6 @@ def test_very_deep_tree_is_listed_compared_snapshotted_and_closed(perform, level
     perform(act)
 
 
-@pytest.mark.xfail(strict=True, reason="the comparison passes over a folder that its own user cannot open")
 def test_folder_closed_by_its_user_is_still_a_change(perform):
     async def act(stage):
         box = await stage.box()
@@ -220,7 +218,6 @@ for n in range(20_000):
 """
 
 
-@pytest.mark.xfail(strict=True, reason="an answer to DIFF may be longer than a frame, which ends the box as if its agent were at fault")
 def test_long_names_do_not_make_an_answer_too_long(perform):
     async def act(stage):
         box = await stage.backend.create(SandboxSpec(memory_bytes=1 << 30, disk_bytes=160 << 20))

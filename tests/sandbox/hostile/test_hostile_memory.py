@@ -35,7 +35,6 @@ def test_memory_taken_in_any_way_counts_against_the_bound(perform, how):
     perform(act)
 
 
-@pytest.mark.xfail(strict=True, reason="a child that has not execed yet may not write to its own /proc, as its agent may not")
 def test_kernel_short_of_memory_takes_the_command_and_not_the_agent(perform):
     async def act(stage):
         box = await stage.box()

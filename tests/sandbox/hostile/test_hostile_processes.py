@@ -151,7 +151,6 @@ def test_terminals_opened_and_dropped_leave_none_behind(perform):
     perform(act)
 
 
-@pytest.mark.xfail(strict=True, reason="the agent waits in vfork for a child that a program of the box has stopped")
 def test_storm_of_stops_does_not_stop_the_agent(perform, monkeypatch):
     monkeypatch.setattr(link, "KILL_GRACE_S", 1.0)
 
@@ -168,7 +167,6 @@ def test_storm_of_stops_does_not_stop_the_agent(perform, monkeypatch):
     perform(act)
 
 
-@pytest.mark.xfail(strict=True, reason="the agent waits in vfork for an execve that waits for a lease")
 def test_lease_on_a_program_does_not_stop_the_agent(perform, monkeypatch):
     monkeypatch.setattr(link, "KILL_GRACE_S", 1.0)
 

@@ -13,7 +13,7 @@
 #define MAX_BODY (64u << 20)
 
 enum { ASK_EXEC = 1, ASK_INPUT, ASK_SIGNAL, ASK_RESIZE, ASK_READ, ASK_WRITE, ASK_LIST, ASK_STAT, ASK_WORLD, ASK_DIFF,
-       ASK_PROCESSES, ASK_END_ALL, ASK_SUSPEND, ASK_RESUME, ASK_FREEZE, ASK_PING, ASK_TAKEN };
+       ASK_PROCESSES, ASK_END_ALL, ASK_SUSPEND, ASK_RESUME, ASK_FREEZE, ASK_PING, ASK_TAKEN, ASK_LEAVE, ASK_JOIN, ASK_ADOPT };
 enum { SAY_DONE = 129, SAY_OUTPUT, SAY_OK, SAY_ERROR, SAY_HELLO, SAY_LAST_WORDS, SAY_STARTED };
 enum { EXEC_APART = 1, EXEC_STREAM = 2, EXEC_PTY = 4 };
 enum { FACT_PROC = 1, FACT_IDMAP = 2, FACT_MEMORY_GROUP = 4, FACT_SECCOMP = 8 };
@@ -47,6 +47,7 @@ struct box {
     int num_processes;    /* bound for what it starts, 0: none */
     double lifetime_s;    /* 0: none */
     int is_contained;     /* every process it may signal belongs to the box */
+    int has_nursery;      /* its programs are one tree, which can be dumped */
 };
 
 /* serve.c: answers until the owner hangs up (0), the lifetime ends or the layer was given away (1). */
@@ -68,6 +69,24 @@ size_t commands_poll(struct pollfd *fds, size_t room);
 void commands_ready(const struct pollfd *fds, size_t num);
 int commands_reap(void); /* how many children ended */
 size_t commands_num_fds(void);
+void commands_leave(uint32_t id);
+void commands_join(uint32_t id, struct cursor body);
+void command_adopt(uint32_t id, struct cursor body);
+struct rusage;
+void command_ended(pid_t pid, int status, const struct rusage *used);
+void command_kept(pid_t pid, uint32_t flags, const int fds[3]);
+pid_t spawn(char **argv, char **env, const char *cwd, const int std[3], int tty, int *failed);
+
+/* nursery.c: the agent's half. */
+#define NURSERY_PROGRAM "/dev/initctl"
+int nursery_fd(void);     /* to poll; -1: none runs */
+pid_t nursery_pid(void);  /* 0: none runs */
+int nursery_hear(void);   /* how many programs ended */
+void nursery_wake(void);
+pid_t nursery_spawn(const struct box *box, char **argv, char **env, const char *cwd, const int std[3], int tty, int *failed);
+void nursery_hold(pid_t pid, uint32_t flags, const int fds[3]);
+int nursery_leave(char name[16], uint32_t *num_name); /* its pid, or -1 with errno */
+int nursery_join(const uint8_t *name, uint32_t num_name);
 
 /* files.c */
 void file_read(uint32_t id, struct cursor body);
@@ -83,4 +102,6 @@ void files_begin(const struct box *box);
 int zygote_main(int argc, char **argv);
 int guest_main(void);
 int stdio_main(int argc, char **argv);
+int nursery_main(int argc, char **argv);
+int join_main(int argc, char **argv);
 #endif

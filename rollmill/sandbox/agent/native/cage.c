@@ -26,6 +26,7 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #define NUM_RESERVED 4 /* processes beyond the box's bound that the agent may start, so that a full table still lets one `kill` run */
@@ -49,7 +50,12 @@ struct embryo { int userns, proc, pts, disk, layer; char group[32]; };
 
 static const struct settings *s_;
 static int socket_ = -1; /* once there is an owner to tell */
-static uint32_t slot_;
+static uint32_t slot_, serial_;
+#define MAX_PROCESSES 32768 /* of a box whose order is not known yet */
+#define MAX_TERMINALS "64"
+
+/* A user of this box alone, beyond those that boxes have: what the kernel counts per user is then counted per box. */
+static uid_t own_user(void) { return s_->num_ids > 1 ? s_->id_base + s_->num_ids + serial_ % 65536 : 0; }
 
 static void tell_zygote(uint32_t what, int number, const char *step) {
     uint8_t message[12 + 128];
@@ -134,10 +140,11 @@ static void prepare(struct embryo *e, uint32_t serial) {
         if (s_->num_ids > 1) fs_string(fs, "gid", gid);
         fs_string(fs, "mode", "0620");
         fs_string(fs, "ptmxmode", "0666");
+        fs_string(fs, "max", MAX_TERMINALS); /* else a box could take all of the machine's */
         if (fs_do(fs, FS_CREATE) == 0) e->pts = sys_fsmount(fs, ATTR_NOSUID | ATTR_NOEXEC);
         close(fs);
     }
-    if ((e->userns = make_userns(s_)) < 0) fail("make a user namespace");
+    if ((e->userns = make_userns(s_, own_user(), MAX_PROCESSES)) < 0) fail("make a user namespace");
     make_disk(e);
     if (s_->by_path && sys_move_mount(e->disk, "", AT_FDCWD, "/run") < 0) fail("attach the disk");
 }
@@ -175,6 +182,10 @@ static void limit_group(const struct embryo *e, const struct order *o) {
         snprintf(text, sizeof text, "%llu", (unsigned long long)(o->memory + o->disk));
         snprintf(path, sizeof path, "%s/%s", e->group, s_->groups == 2 ? "memory.max" : "memory.limit_in_bytes");
         if (write_at(s_->memory_fd, path, text) < 0) fail("bound the memory");
+        if (s_->groups == 1) { /* version 1 counts the buffers of sockets only where they have a bound */
+            snprintf(path, sizeof path, "%s/memory.kmem.tcp.limit_in_bytes", e->group);
+            write_at(s_->memory_fd, path, text);
+        }
         snprintf(path, sizeof path, "%s/%s", e->group, s_->groups == 2 ? "memory.swap.max" : "memory.memsw.limit_in_bytes");
         write_at(s_->memory_fd, path, s_->groups == 2 ? "0" : text); /* absent without swap accounting */
     }
@@ -245,15 +256,20 @@ static void show(int fd, const char *path, const char *at, uint64_t attributes) 
 }
 
 /* The working folder and the home of images that lack them. */
-static void make_home(const char *path, const struct order *o) {
+static void make_home(int root, const char *path, const struct order *o) {
     char at[4096];
     size_t n = strlen(path);
     if (n == 0 || n >= sizeof at || path[0] != '/') { errno = EINVAL; fail("find the working folder"); }
     for (size_t i = 1; i <= n; i++) {
         if (path[i] != '/' && path[i]) continue;
-        snprintf(at, sizeof at, ".%.*s", (int)i, path);
-        if (mkdir(at, 0755) < 0) { if (errno != EEXIST) fail("make the working folder"); continue; }
-        if (!s_->is_rootless && chown(at, s_->id_base + o->uid, s_->id_base + o->gid) < 0) fail("give the working folder to its user");
+        snprintf(at, sizeof at, "%.*s", (int)i, path);
+        char *name = strrchr(at, '/');
+        *name++ = 0;
+        int folder = open_below(root, *at ? at : "/", O_PATH | O_DIRECTORY, 0);
+        if (folder < 0) return; /* programs of the box made something else of it, which is theirs to see */
+        if (*name && mkdirat(folder, name, 0755) == 0 && !s_->is_rootless &&
+            fchownat(folder, name, s_->id_base + o->uid, s_->id_base + o->gid, AT_SYMLINK_NOFOLLOW) < 0) fail("give the working folder to its user");
+        close(folder);
     }
 }
 
@@ -264,11 +280,12 @@ static void make_folder(const char *at, mode_t mode) {
 }
 
 /* Once: a box that goes on above its snapshot has it already. */
-static void add_trust(const char *certificates) {
-    static const char file[] = "etc/ssl/certs/ca-certificates.crt";
+static void add_trust(int root, const char *certificates, int is_used) {
     struct stat st;
-    int fd = open(file, O_RDWR | O_APPEND | O_CLOEXEC);
-    if (fd < 0 || fstat(fd, &st) < 0) fail("open /etc/ssl/certs/ca-certificates.crt");
+    int fd = open_below(root, "/etc/ssl/certs/ca-certificates.crt", O_RDWR | O_APPEND | O_NONBLOCK, 0);
+    if (fd >= 0 && fstat(fd, &st) == 0 && !S_ISREG(st.st_mode)) { close(fd); return; }
+    if (fd < 0 && is_used) return; /* made so by programs of the box, which then trust nobody */
+    if (fd < 0) fail("open /etc/ssl/certs/ca-certificates.crt");
     char *held = malloc((size_t)st.st_size + 1);
     if (!held || pread(fd, held, (size_t)st.st_size, 0) != st.st_size) fail("read /etc/ssl/certs/ca-certificates.crt");
     held[st.st_size] = 0;
@@ -290,7 +307,7 @@ static void furnish(struct embryo *e, const struct order *o) {
         if (sys_move_mount(AT_FDCWD, from, AT_FDCWD, to) < 0) fail("take along what the host shows");
     }
     if (!(o->flags & ORDER_HOST)) { make_folder("proc", 0555); make_folder("tmp", 01777); }
-    if (e->proc >= 0 && sys_move_mount(e->proc, "", AT_FDCWD, "./proc") < 0) fail("mount /proc");
+    if (!(o->flags & ORDER_LIVE) && e->proc >= 0 && sys_move_mount(e->proc, "", AT_FDCWD, "./proc") < 0) fail("mount /proc");
     if (e->pts >= 0 && sys_move_mount(e->pts, "", AT_FDCWD, "./dev/pts") < 0) fail("mount /dev/pts");
     int shm = sys_open_tree(e->disk, "shm", TREE_CLONE);
     if (shm < 0 || sys_move_mount(shm, "", AT_FDCWD, "./dev/shm") < 0) fail("mount /dev/shm");
@@ -305,17 +322,23 @@ static void furnish(struct embryo *e, const struct order *o) {
         mkdir(at, 0755);
         show(o->views[i], "", at, ATTR_RDONLY | ATTR_NODEV | ATTR_NOSUID);
     }
-    make_home(o->home, o);
-    make_home(o->workdir, o);
+    int root = open(".", O_PATH | O_DIRECTORY | O_CLOEXEC);
+    make_home(root, o->home, o);
+    make_home(root, o->workdir, o);
     if (o->flags & ORDER_EGRESS) {
         static const char resolver[] = "nameserver 10.0.2.3\n";
-        unlink("etc/resolv.conf");
-        int fd = open("etc/resolv.conf", O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
-        if (fd < 0 || write(fd, resolver, sizeof resolver - 1) < 0) fail("write /etc/resolv.conf");
-        close(fd);
-        if (!s_->is_rootless && chown("etc/resolv.conf", s_->id_base, s_->id_base) < 0) fail("write /etc/resolv.conf");
+        int etc = open_below(root, "/etc", O_PATH | O_DIRECTORY, 0);
+        if (etc >= 0) {
+            unlinkat(etc, "resolv.conf", 0);
+            int fd = openat(etc, "resolv.conf", O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0644);
+            if (fd >= 0 && (write(fd, resolver, sizeof resolver - 1) < 0 || (!s_->is_rootless && fchown(fd, s_->id_base, s_->id_base) < 0)))
+                fail("write /etc/resolv.conf");
+            if (fd >= 0) close(fd);
+            close(etc);
+        }
     }
-    if (o->trust[0]) add_trust(o->trust);
+    if (o->trust[0]) add_trust(root, o->trust, o->num_layers > (o->flags & ORDER_HOST ? 0 : 1));
+    close(root);
     if (sys_pivot_root(".", ".") < 0 || umount2(".", MNT_DETACH) < 0 || chdir("/") < 0) fail("pivot into the root");
     if (o->hostname[0] && sethostname(o->hostname, strlen(o->hostname)) < 0) fail("set the host name");
 }
@@ -358,20 +381,34 @@ static void limit(int which, rlim_t value) {
     if (setrlimit((__rlimit_resource_t)which, &r) < 0) fail("set a limit");
 }
 
+static void enter_userns(const struct embryo *e, const struct order *o) {
+    uid_t own = own_user();
+    int userns = e->userns;
+    /* Root of a box can be any of its users, each with a bound of its own on processes: the namespace gets one for all. */
+    if (o->flags & ORDER_ROOT && (userns = make_userns(s_, own, o->num_processes + NUM_RESERVED + 1)) < 0) fail("make a user namespace");
+    /* CRIU reads the bounds of processes: a root that may not pass its own bounds can do so only in a namespace that it made. */
+    if (o->flags & ORDER_LIVE && prctl(PR_CAPBSET_READ, CAP_SYS_RESOURCE) == 0 && (userns = make_userns(s_, 0, 0)) < 0) fail("make a user namespace");
+    if (own && setresuid(own, (uid_t)-1, (uid_t)-1) < 0) fail("become a user of our own");
+    if (setns(userns, CLONE_NEWUSER) < 0) fail("enter the user namespace");
+}
+
 static void lock_in(const struct embryo *e, const struct order *o) {
     struct __user_cap_header_struct head = {_LINUX_CAPABILITY_VERSION_3, 0};
     struct __user_cap_data_struct data[2] = {{0}, {0}};
     uint64_t kept = o->flags & ORDER_ROOT ? ROOT_CAPS : 0;
-    if (setns(e->userns, CLONE_NEWUSER) < 0) fail("enter the user namespace");
+    uid_t own = own_user();
+    if (!(o->flags & ORDER_LIVE)) enter_userns(e, o);
     if (s_->num_ids > 1 && setgroups(0, NULL) < 0) fail("drop groups");
     if (setresgid(o->gid, o->gid, o->gid) < 0) fail("become the group of the box");
     prctl(PR_SET_KEEPCAPS, 1);
-    if (setresuid(o->uid, o->uid, o->uid) < 0) fail("become the user of the box");
+    if (setresuid(own ? (uid_t)-1 : o->uid, o->uid, o->uid) < 0) fail("become the user of the box");
     limit(RLIMIT_CORE, 0);
     limit(RLIMIT_FSIZE, o->disk);
     limit(RLIMIT_NOFILE, 1024);
     limit(RLIMIT_NPROC, o->num_processes + NUM_RESERVED);
     limit(RLIMIT_MEMLOCK, 8 << 20);
+    limit(RLIMIT_SIGPENDING, 4096);
+    limit(RLIMIT_MSGQUEUE, 512 << 10);
     if (s_->memory_fd < 0) limit(RLIMIT_AS, o->memory);
     for (int cap = 0; cap <= 40; cap++) if (!(kept >> cap & 1)) prctl(PR_CAPBSET_DROP, cap);
     for (int i = 0; i < 2; i++) data[i].effective = data[i].permitted = data[i].inheritable = (uint32_t)(kept >> (32 * i));
@@ -386,6 +423,55 @@ static void lock_in(const struct embryo *e, const struct order *o) {
     }
 }
 
+/* A /proc of the pid namespace that `box` is the first process of. */
+static int mount_proc_of(int box) {
+    int status = -1;
+    if (setns(box, CLONE_NEWPID) < 0) return -1;
+    pid_t pid = fork();
+    if (pid == 0) {
+        int fs = sys_fsopen("proc"), mount = fs >= 0 && fs_do(fs, FS_CREATE) == 0 ? sys_fsmount(fs, ATTR_NOSUID | ATTR_NODEV | ATTR_NOEXEC) : -1;
+        _exit(mount < 0 || sys_move_mount(mount, "", AT_FDCWD, "/proc") < 0 ? errno : 0);
+    }
+    if (pid < 0 || waitpid(pid, &status, 0) < 0) return -1;
+    errno = WIFEXITED(status) ? WEXITSTATUS(status) : EIO;
+    return status ? -1 : 0;
+}
+
+/* For a box that can be forked live: CRIU, in the box's user namespace, may choose process numbers and repair connections only in a pid and a
+   network namespace that belong to it. Both are made anew below that user namespace, and only the first process in there returns;
+   this one waits for its end, seen by nobody. */
+static void descend(const struct embryo *e, const struct order *o) {
+    int pair[2], status = 0;
+    pid_t first = -1;
+    char byte;
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) < 0) fail("make a socket pair");
+    pid_t middle = fork();
+    if (middle < 0) fail("fork");
+    if (middle == 0) {
+        enter_userns(e, o);
+        if (unshare(CLONE_NEWPID | CLONE_NEWNET) < 0) fail("unshare pid and network namespaces");
+        if ((first = fork()) < 0) fail("fork");
+        if (first > 0) { send_with(pair[1], &first, sizeof first, NULL, 0); _exit(0); }
+        close(pair[0]);
+        if (read(pair[1], &byte, 1) != 1) _exit(1);
+        close(pair[1]);
+        loopback_up();
+        return;
+    }
+    close(pair[1]);
+    if (read(pair[0], &first, sizeof first) != sizeof first) _exit(1);
+    waitpid(middle, NULL, 0); /* the first process is ours now */
+    int box = (int)syscall(SYS_pidfd_open, first, 0);
+    if (box < 0 || mount_proc_of(box) < 0) fail("mount /proc");
+    if (send(pair[0], "", 1, MSG_NOSIGNAL) != 1) _exit(1);
+    struct __user_cap_header_struct head = {_LINUX_CAPABILITY_VERSION_3, 0};
+    struct __user_cap_data_struct none[2] = {{0}, {0}};
+    keep_only(NULL, 0);
+    syscall(SYS_capset, &head, none);
+    for (pid_t pid; (pid = wait(&status)) != first;) if (pid < 0 && errno != EINTR) _exit(1);
+    _exit(WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status));
+}
+
 static int by_number(const void *a, const void *b) { return *(const int *)a - *(const int *)b; }
 
 void live(const struct settings *s, uint32_t slot, uint32_t serial) {
@@ -394,6 +480,7 @@ void live(const struct settings *s, uint32_t slot, uint32_t serial) {
     int ports[MAX_PORTS + 2];
     s_ = s;
     slot_ = slot;
+    serial_ = serial;
     int kept[] = {s->orders_fd, s->news_fd, s->proc_fd, s->template_fd, s->memory_fd, s->cpu_fd};
     qsort(kept, 6, sizeof *kept, by_number);
     keep_only(kept, 6);
@@ -401,11 +488,12 @@ void live(const struct settings *s, uint32_t slot, uint32_t serial) {
     tell_zygote(NEWS_PREPARED, 0, NULL);
     await_order(&o);
     limit_group(&e, &o);
-    size_t num_ports = open_ports(&o, ports);
     furnish(&e, &o);
+    if (o.flags & ORDER_LIVE) { o.num_processes++; descend(&e, &o); } /* one more: the nursery is no program of the box's */
+    size_t num_ports = open_ports(&o, ports);
     lock_in(&e, &o);
     struct box box = {.workdir = o.workdir, .env = o.env, .upper_fd = e.layer, .layer_fd = e.layer,
-                      .num_processes = (int)o.num_processes, .lifetime_s = o.lifetime_s, .is_contained = 1};
+                      .num_processes = (int)o.num_processes, .lifetime_s = o.lifetime_s, .is_contained = 1, .has_nursery = !!(o.flags & ORDER_LIVE)};
     uint32_t facts = (e.proc >= 0 ? FACT_PROC : 0) | (s->has_idmap ? FACT_IDMAP : 0) | (s->memory_fd >= 0 ? FACT_MEMORY_GROUP : 0) |
                      (s->num_filter ? FACT_SECCOMP : 0);
     uint32_t hello[6] = {12, 0, SAY_HELLO, PROTOCOL, slot, facts};

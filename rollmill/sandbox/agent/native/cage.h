@@ -2,12 +2,13 @@
 #ifndef ROLLMILL_CAGE_H
 #define ROLLMILL_CAGE_H
 #include "box.h"
+#include <sys/resource.h>
 
 #define MAX_FDS 253 /* the most that one message carries */
 #define MAX_PORTS 32
 #define MAX_GRAFTS 16
 
-enum { ORDER_ROOT = 1, ORDER_EGRESS = 2, ORDER_BARE = 4, ORDER_HOST = 8 };
+enum { ORDER_ROOT = 1, ORDER_EGRESS = 2, ORDER_BARE = 4, ORDER_HOST = 8, ORDER_LIVE = 16 };
 enum { NEWS_PREPARED = 1, NEWS_TAKEN, NEWS_FAILED };
 
 struct settings {
@@ -40,7 +41,8 @@ int fs_do(int fs, int command);
 int sys_pivot_root(const char *new_root, const char *put_old);
 void keep_only(const int *fds, size_t num);
 int write_at(int folder, const char *path, const char *text);
-int make_userns(const struct settings *s);
+int make_userns(const struct settings *s, uid_t maker, rlim_t num_processes);
+int open_below(int root, const char *path, int flags, mode_t mode);
 int receive(int fd, uint8_t *data, size_t room, size_t *size, int *fds, size_t *num_fds);
 int send_with(int fd, const void *data, size_t size, const int *fds, size_t num_fds);
 

@@ -3,12 +3,14 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -149,15 +151,15 @@ static int run_child(char **argv, char **env, const char *cwd, const int std[3],
     setsid();
     if (tty) ioctl(std[0], TIOCSCTTY, 0);
     for (int i = 0; i < 3; i++) if (dup2(std[i], i) < 0) return errno;
+    if (box_->layer_fd >= 0) close(box_->layer_fd); /* or the folder to start in could be that one, by /proc/self/fd */
+    if (box_->upper_fd >= 0 && box_->upper_fd != box_->layer_fd) close(box_->upper_fd);
+    if (box_->is_contained && syscall(SYS_setresuid, geteuid(), geteuid(), geteuid()) < 0) return errno; /* the agent's real user is its own */
     if (chdir(box_->workdir) < 0) {} /* the agent may have removed it: then where we stand */
     if (cwd[0] && chdir(cwd) < 0) return errno;
     if (box_->num_processes) {
         struct rlimit r = {(rlim_t)box_->num_processes, (rlim_t)box_->num_processes};
         setrlimit(RLIMIT_NPROC, &r);
     }
-    /* The worst score, so that the kernel takes the command and never the agent. */
-    int fd = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
-    if (fd >= 0) { if (write(fd, "1000", 4) < 0) {} close(fd); }
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
     if (strchr(argv[0], '/')) { execve(argv[0], argv, env); return errno; }
@@ -222,20 +224,39 @@ static int open_ends(struct ends *e, uint32_t flags, int has_input) {
     return 0;
 }
 
-static pid_t spawn(char **argv, char **env, const char *cwd, const struct ends *e, int *failed) {
+struct start { char **argv, **env; const char *cwd; const int *std; int tty; volatile int why; };
+
+static int child_main(void *arg) {
+    struct start *s = arg;
+    s->why = run_child(s->argv, s->env, s->cwd, s->std, s->tty);
+    _exit(127);
+}
+
+/* Our memory is the child's until it execs, and we wait for that, but never for ever: a program of the box may stop the child, or hold
+   a lease on what it execs. What has not begun within a second is killed, like any command. */
+pid_t spawn(char **argv, char **env, const char *cwd, const int std[3], int tty, int *failed) {
+    static uint8_t stack[1 << 16] __attribute__((aligned(16)));
+    struct start s = {argv, env, cwd, std, tty, 0};
+    int told[2];
     sigset_t all, old;
-    volatile int why = 0;
+    if (pipe2(told, O_CLOEXEC) < 0) { *failed = errno; return -1; }
     sigfillset(&all);
     sigprocmask(SIG_SETMASK, &all, &old);
-    pid_t pid = vfork();
-    if (pid == 0) {
-        why = run_child(argv, env, cwd, e->theirs, e->tty);
-        _exit(127);
-    }
+    pid_t pid = clone(child_main, stack + sizeof stack, CLONE_VM | SIGCHLD, &s);
     int number = errno;
+    close(told[1]);
+    struct pollfd p = {.fd = told[0], .events = POLLIN};
+    for (int tries = 0; pid > 0 && poll(&p, 1, tries < 50 ? 20 : -1) == 0;) kill(pid, ++tries < 50 ? SIGCONT : SIGKILL);
+    close(told[0]); /* hung up: the child has execed or ended */
     sigprocmask(SIG_SETMASK, &old, NULL);
     if (pid < 0) { *failed = number; return -1; }
-    if (why) { waitpid(pid, NULL, 0); *failed = why; return -1; }
+    if (s.why) { waitpid(pid, NULL, 0); *failed = s.why; return -1; }
+    /* The worst score, so that the kernel takes the command and never the agent. From here: until it execs, the child is as closed to
+       itself as the agent is to the programs of its user. */
+    char name[64];
+    snprintf(name, sizeof name, "/proc/%d/oom_score_adj", (int)pid);
+    int fd = box_->is_contained ? open(name, O_WRONLY | O_CLOEXEC) : -1;
+    if (fd >= 0) { if (write(fd, "1000", 4) < 0) {} close(fd); }
     return pid;
 }
 
@@ -273,7 +294,8 @@ void command_start(uint32_t id, struct cursor body) {
     int failed = 0;
     char **env = merged_env(box_->env, extra, envc);
     if (open_ends(&e, flags, num_stdin || flags & EXEC_STREAM) < 0) failed = -errno;
-    else c->pid = spawn(argv, env, cwd, &e, &failed);
+    else if (box_->has_nursery) c->pid = nursery_spawn(box_, argv, env, cwd, e.theirs, e.tty, &failed);
+    else c->pid = spawn(argv, env, cwd, e.theirs, e.tty, &failed);
     for (int i = 0; i < 3; i++) if (e.theirs[i] >= 0) close(e.theirs[i]);
     c->in_fd = e.ours[0]; c->fds[0] = e.ours[1]; c->fds[1] = e.ours[2];
     if (failed) {
@@ -369,7 +391,7 @@ static void feed_input(struct command *c) {
 }
 
 size_t commands_num_fds(void) {
-    size_t n = num_left;
+    size_t n = num_left + 1;
     for (struct command *c = commands; c; c = c->next) n += 3;
     return n;
 }
@@ -381,6 +403,7 @@ size_t commands_poll(struct pollfd *fds, size_t room) {
         if (c->in_fd >= 0 && c->inputs) fds[n++] = (struct pollfd){.fd = c->in_fd, .events = POLLOUT};
     }
     for (size_t i = 0; i < num_left && n < room; i++) fds[n++] = (struct pollfd){.fd = left[i], .events = POLLIN};
+    if (nursery_fd() >= 0 && n < room) fds[n++] = (struct pollfd){.fd = nursery_fd(), .events = POLLIN};
     return n;
 }
 
@@ -400,6 +423,7 @@ static void keep_left(int *fd) {
 
 /* The command itself has ended: answer once what it printed has been read, leave its pipes to what it left behind. */
 static void finish_if_drained(struct command *c) {
+    if (!c->id) return; /* restored, and nobody has asked for it yet: its end is told to who does */
     for (int i = 0; i < 2; i++)
         while (c->fds[i] >= 0 && may_read(c) && c->late < MAX_LATE) {
             size_t n = drain(c, i);
@@ -417,7 +441,7 @@ static void finish_if_drained(struct command *c) {
 
 void commands_ready(const struct pollfd *fds, size_t num) {
     for (size_t i = 0; i < num; i++) {
-        if (!fds[i].revents) continue;
+        if (!fds[i].revents || fds[i].fd == nursery_fd()) continue;
         struct command *c = commands;
         while (c && c->fds[0] != fds[i].fd && c->fds[1] != fds[i].fd && c->in_fd != fds[i].fd) c = c->next;
         if (!c) drain_left(fds[i].fd);
@@ -431,18 +455,74 @@ void commands_ready(const struct pollfd *fds, size_t num) {
 }
 
 int commands_reap(void) {
-    int status, num = 0;
+    int status, num = nursery_hear();
     struct rusage used;
     pid_t pid;
     while ((pid = wait4(-1, &status, WNOHANG, &used)) > 0) {
         num++;
-        struct command *c = commands;
-        while (c && c->pid != pid) c = c->next;
-        if (!c || c->has_ended) continue;
-        c->has_ended = 1;
-        c->status = status;
-        c->used = used;
-        finish_if_drained(c);
+        command_ended(pid, status, &used);
     }
     return num;
+}
+
+void command_ended(pid_t pid, int status, const struct rusage *used) {
+    struct command *c = commands;
+    while (c && c->pid != pid) c = c->next;
+    if (!c || c->has_ended) return;
+    c->has_ended = 1;
+    c->status = status;
+    c->used = *used;
+    finish_if_drained(c);
+}
+
+/* Everything goes to the nursery, which will give it to whoever asks after the dump: this agent says nothing of it any more. */
+void commands_leave(uint32_t id) {
+    char name[16];
+    uint32_t num_name;
+    if (nursery_pid() == 0) { say_error(id, ESRCH, "no program of the box runs"); return; }
+    for (struct command *c = commands; c; c = c->next) {
+        int fds[3] = {c->in_fd, c->fds[0], c->fds[1]};
+        if (c->has_ended) c->late = MAX_LATE; /* told now, whatever of its output is still unread */
+        else nursery_hold(c->pid, c->flags & EXEC_PTY, fds);
+    }
+    for (size_t i = 0; i < num_left; i++) nursery_hold(0, 0, (int[]){-1, left[i], -1});
+    int pid = nursery_leave(name, &num_name);
+    if (pid < 0) { say_error(id, errno, "the parent of the box's programs was stopped or ended by one of them"); return; }
+    for (struct command *c = commands, *next; c; c = next) { next = c->next; if (c->has_ended) finish_if_drained(c); }
+    while (commands) { struct command *c = commands; commands = c->next; free_command(c); }
+    while (num_left) close(left[--num_left]);
+    struct buffer body = {0};
+    put_u32(&body, (uint32_t)pid);
+    put_text(&body, name, num_name);
+    say(id, SAY_OK, body.data, body.size);
+    drop(&body);
+}
+
+void commands_join(uint32_t id, struct cursor body) {
+    uint32_t num_name;
+    const uint8_t *name = get_text(&body, &num_name);
+    if (body.bad || nursery_join(name, num_name) < 0) say_error(id, body.bad ? EINVAL : errno, "the restored programs are not to be found");
+    else say(id, SAY_OK, NULL, 0);
+}
+
+/* Of a program that an earlier agent started: its output is thrown away until somebody adopts it. */
+void command_kept(pid_t pid, uint32_t flags, const int fds[3]) {
+    for (int i = 0; i < 3; i++) if (fds[i] >= 0) fcntl(fds[i], F_SETFL, fcntl(fds[i], F_GETFL) | O_NONBLOCK);
+    if (!pid) { for (int i = 0; i < 3; i++) { int fd = fds[i]; keep_left(&fd); } return; }
+    struct command *c = calloc(1, sizeof *c);
+    if (!c) _exit(70);
+    *c = (struct command){.flags = flags, .pid = pid, .fds = {fds[1], fds[2]}, .in_fd = fds[0], .started = now_s(), .next = commands};
+    c->inputs_end = &c->inputs;
+    commands = c;
+}
+
+void command_adopt(uint32_t id, struct cursor body) {
+    uint32_t pid = get_u32(&body);
+    struct command *c = commands;
+    while (c && (c->pid != (pid_t)pid || c->id)) c = c->next;
+    if (body.bad || !c) { say_error(id, ESRCH, "no such program was restored"); return; }
+    c->id = id;
+    c->flags |= EXEC_STREAM | EXEC_APART;
+    say(id, SAY_STARTED, &pid, 4);
+    if (c->has_ended) finish_if_drained(c);
 }

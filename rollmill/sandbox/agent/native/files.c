@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/sysmacros.h>
 #include <sys/xattr.h>
 #include <unistd.h>
@@ -29,6 +30,12 @@ static int whole(char out[PATH_MAX], const char *path) {
     return 0;
 }
 
+/* Never through a magic link: our own descriptors are no part of the box. */
+static int open_inside(const char *path, int flags, mode_t mode) {
+    struct { uint64_t flags, mode, resolve; } how = {(uint64_t)(flags | O_CLOEXEC), flags & O_CREAT ? mode : 0, 2 /* RESOLVE_NO_MAGICLINKS */};
+    return (int)syscall(437 /* openat2 */, AT_FDCWD, path, &how, sizeof how);
+}
+
 /* Errno words of our own for what is no regular file. */
 static int refuse_special(uint32_t id, int fd) {
     struct stat s;
@@ -44,7 +51,7 @@ void file_read(uint32_t id, struct cursor body) {
     char *path = get_string(&body);
     if (!path) { malformed(id); return; }
     if (limit > MAX_BODY / 2) { say_error(id, EINVAL, "a file is read in one piece of at most 32 MiB"); return; }
-    int fd = whole(full, path) ? open(full, O_RDONLY | O_NONBLOCK | O_CLOEXEC) : -1;
+    int fd = whole(full, path) ? open_inside(full, O_RDONLY | O_NONBLOCK, 0) : -1;
     if (fd < 0) { fail(id); return; }
     if (!refuse_special(id, fd)) {
         struct buffer data = {0};
@@ -83,8 +90,8 @@ static int write_whole(uint32_t id, const char *path, uint32_t asked, int is_app
     int flags = O_WRONLY | O_CREAT | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
     mode_t mode = asked ? asked : 0644; /* not asked for: what the file has, or the usual for a new one */
     if (!whole(full, path)) { fail(id); return 0; }
-    int fd = open(full, flags, mode);
-    if (fd < 0 && errno == ENOENT && make_parents(full)) fd = open(full, flags, mode);
+    int fd = open_inside(full, flags, mode);
+    if (fd < 0 && errno == ENOENT && make_parents(full)) fd = open_inside(full, flags, mode);
     if (fd < 0) { fail(id); return 0; }
     int done = 0;
     if (!refuse_special(id, fd)) {
@@ -156,7 +163,7 @@ void file_list(uint32_t id, struct cursor body) {
     uint32_t most = get_u32(&body);
     char *path = get_string(&body);
     if (!path) { malformed(id); return; }
-    int fd = whole(top, path) ? open(top, O_RDONLY | O_DIRECTORY | O_CLOEXEC) : -1;
+    int fd = whole(top, path) ? open_inside(top, O_RDONLY | O_DIRECTORY, 0) : -1;
     if (fd < 0) { fail(id); return; }
     close(fd);
     struct names found = {0}, folders = {0};
@@ -165,7 +172,7 @@ void file_list(uint32_t id, struct cursor body) {
         char *folder = folders.all[--folders.num];
         snprintf(full, sizeof full, "%s/%s", top, folder);
         /* Removed meanwhile, closed to its own user, or nested deeper than a path can say: passed over. */
-        fd = open(full, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+        fd = open_inside(full, O_RDONLY | O_DIRECTORY | O_NOFOLLOW, 0);
         DIR *entries = fd < 0 ? NULL : fdopendir(fd);
         for (struct dirent *e; entries && (e = readdir(entries)) && found.num + folders.num < MAX_FOUND;) {
             if (is_dots(e->d_name)) continue;
@@ -191,8 +198,11 @@ void file_stat(uint32_t id, struct cursor body) {
     struct stat s;
     char *path = get_string(&body);
     if (!path) { malformed(id); return; }
-    if (!whole(full, path) || lstat(full, &s) < 0) { fail(id); return; }
-    ssize_t n = S_ISLNK(s.st_mode) ? readlink(full, target, sizeof target) : 0;
+    int fd = whole(full, path) ? open_inside(full, O_PATH | O_NOFOLLOW, 0) : -1;
+    if (fd < 0) { fail(id); return; }
+    if (fstat(fd, &s) < 0) { fail(id); close(fd); return; }
+    ssize_t n = S_ISLNK(s.st_mode) ? readlinkat(fd, "", target, sizeof target) : 0;
+    close(fd);
     struct buffer data = {0};
     put_u32(&data, S_ISREG(s.st_mode) ? 0 : S_ISDIR(s.st_mode) ? 1 : S_ISLNK(s.st_mode) ? 2 : 3);
     put_u32(&data, s.st_mode & 07777);
@@ -203,9 +213,12 @@ void file_stat(uint32_t id, struct cursor body) {
     drop(&data);
 }
 
+#define MAX_CHANGES_BYTES (MAX_BODY / 2) /* a frame longer than the owner takes would end the box */
+
 struct changes { struct buffer data; uint32_t num, most; };
 
 static void add_change(struct changes *c, int is_removed, const char *path) {
+    if (c->data.size > MAX_CHANGES_BYTES) c->num = c->most;
     if (c->num == c->most) return;
     c->num++;
     put_u32(&c->data, (uint32_t)is_removed);
@@ -235,7 +248,7 @@ static void walk_layer(struct changes *c, int fd, const char *path, int is_new) 
         if (S_ISCHR(s.st_mode) && s.st_rdev == makedev(0, 0)) { add_change(c, 1, below); continue; }
         if (!S_ISDIR(s.st_mode)) { add_change(c, 0, below); continue; }
         int inner = openat(fd, e->d_name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-        if (inner < 0) continue;
+        if (inner < 0) { add_change(c, 0, below); continue; } /* closed to its own user: what it holds cannot be told, that it is there can */
         int made = is_new || is_made_here(inner);
         if (made) add_change(c, 0, below);
         walk_layer(c, inner, below, made);
@@ -260,7 +273,7 @@ void list_processes(uint32_t id) {
     for (struct dirent *e; (e = readdir(entries));) {
         char *end, name[64], line[256];
         long pid = strtol(e->d_name, &end, 10);
-        if (*end || pid <= 1 || pid == getpid()) continue;
+        if (*end || pid <= 1 || pid == getpid() || pid == nursery_pid()) continue;
         snprintf(name, sizeof name, "/proc/%ld/cmdline", pid);
         int fd = open(name, O_RDONLY | O_CLOEXEC);
         ssize_t n = fd < 0 ? 0 : read(fd, line, sizeof line);

@@ -8,6 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mount.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -72,13 +74,17 @@ static int map_ids(int proc_fd, const char *pid, const struct settings *s) {
 }
 
 /* A user namespace with the ids of a box, held by a descriptor: its ids are written by us, who have the right, not from inside. */
-int make_userns(const struct settings *s) {
+int make_userns(const struct settings *s, uid_t maker, rlim_t num_processes) {
     int up[2], down[2], fd = -1;
     char pid_text[32] = "", path[64];
     if (pipe2(up, O_CLOEXEC) < 0) return -1;
     if (pipe2(down, O_CLOEXEC) < 0) { close(up[0]); close(up[1]); return -1; }
     pid_t pid = fork();
     if (pid == 0) {
+        struct rlimit r = {num_processes, num_processes};
+        /* The kernel counts what all of a namespace uses (processes, watches, queued signals) for the user who made it, too: never root. */
+        if (maker && (prctl(PR_SET_SECUREBITS, 4 /* SECBIT_NO_SETUID_FIXUP */) < 0 || setrlimit(RLIMIT_NPROC, &r) < 0 ||
+                      setresuid(maker, maker, maker) < 0)) _exit(errno);
         if (unshare(CLONE_NEWUSER) < 0) _exit(errno);
         /* Its number as the proc file system we hold counts: that one may belong to an outer pid namespace. */
         ssize_t n = readlinkat(s->proc_fd, "self", pid_text, sizeof pid_text - 1);
@@ -141,4 +147,10 @@ int send_with(int fd, const void *data, size_t size, const int *fds, size_t num_
     ssize_t n;
     do n = sendmsg(fd, &m, MSG_NOSIGNAL); while (n < 0 && errno == EINTR);
     return n < 0 ? -1 : 0;
+}
+
+/* Below `root` and on its file system alone, whatever links say: for files of the box that are opened with rights it does not have. */
+int open_below(int root, const char *path, int flags, mode_t mode) {
+    struct { uint64_t flags, mode, resolve; } how = {(uint64_t)(flags | O_CLOEXEC), flags & O_CREAT ? mode : 0, 1 | 2 | 16 /* NO_XDEV, NO_MAGICLINKS, IN_ROOT */};
+    return (int)syscall(437 /* openat2 */, root, path, &how, sizeof how);
 }

@@ -1,4 +1,5 @@
-/* One binary, three programs: the zygote of the namespace backend, the first process of a virtual machine, an agent on stdin and stdout. */
+/* One binary: the zygote of the namespace backend, the first process of a virtual machine, an agent on stdin and stdout; and two small
+ * ones that live forks need. */
 #include "box.h"
 #include <stdio.h>
 #include <string.h>
@@ -25,6 +26,8 @@ int main(int argc, char **argv) {
     if (argc > 1 && !strcmp(argv[1], "guest")) return guest_main();
     if (argc > 1 && !strcmp(argv[1], "source")) { puts(SOURCE_DIGEST); return 0; }
     if (argc > 1 && !strcmp(argv[1], "zygote")) return zygote_main(argc, argv);
+    if (argc > 1 && !strcmp(argv[1], "nursery")) return nursery_main(argc, argv);
+    if (argc > 1 && !strcmp(argv[1], "join")) return join_main(argc, argv);
     fputs("usage: rollmill-box serve [--contained] [WORKDIR] | zygote FD | guest | source\n", stderr);
     return 2;
 }

@@ -91,7 +91,7 @@ void open_layers(const struct settings *s, int fd, int ready_fd) {
     int kept[] = {s->proc_fd, fd};
     if (kept[0] > kept[1]) { kept[0] = fd; kept[1] = s->proc_fd; }
     keep_only(kept, 2);
-    userns = s->num_ids > 1 ? make_userns(s) : -1;
+    userns = s->num_ids > 1 ? make_userns(s, 0, 0) : -1;
     while (receive(fd, request, sizeof request - 1, &size, fds, &num_fds) > 0) if (answer(fd, request, size, fds, num_fds) < 0) break;
     _exit(0);
 }

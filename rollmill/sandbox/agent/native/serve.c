@@ -100,6 +100,9 @@ static int answer(uint32_t id, uint32_t kind, struct cursor body) {
     case ASK_SIGNAL: command_signal(body); break;
     case ASK_RESIZE: command_resize(body); break;
     case ASK_TAKEN: command_taken(body); break;
+    case ASK_LEAVE: commands_leave(id); break;
+    case ASK_JOIN: commands_join(id, body); break;
+    case ASK_ADOPT: command_adopt(id, body); break;
     case ASK_READ: file_read(id, body); break;
     case ASK_WRITE: file_write(id, body); break;
     case ASK_LIST: file_list(id, body); break;
@@ -113,6 +116,7 @@ static int answer(uint32_t id, uint32_t kind, struct cursor body) {
         if (!box_->is_contained) { say_error(id, ENOTSUP, "this agent is not alone with its box"); break; }
         if (kind == ASK_END_ALL) { end_all(id, body); break; }
         kill(-1, kind == ASK_SUSPEND ? SIGSTOP : SIGCONT);
+        nursery_wake();
         say(id, SAY_OK, NULL, 0);
         break;
     default: say_error(id, EINVAL, "no such request");
@@ -191,8 +195,8 @@ int serve(int in_fd, int out_fd, const struct box *box) {
         if (fds[1].revents) {
             struct signalfd_siginfo info;
             while (read(child_fd, &info, sizeof info) > 0) {}
-            ending.num += (uint32_t)commands_reap();
         }
+        if (fds[1].revents || nursery_fd() >= 0) ending.num += (uint32_t)commands_reap();
         check_ended();
         if (fds[0].revents & (POLLIN | POLLHUP | POLLERR)) {
             if (!hear(in_fd)) break;

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mount.h>
+#include <sys/sendfile.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -59,6 +60,19 @@ static int bind_folder(struct settings *s, int userns, const char *from, const c
     return done;
 }
 
+/* Into /dev, which every box shows: CRIU restores only what runs from a file of the box, and the nursery runs from this one. */
+static int copy_self(void) {
+    char at[PATH_MAX];
+    snprintf(at, sizeof at, "%s%s", stage, NURSERY_PROGRAM);
+    int from = open("/proc/self/exe", O_RDONLY | O_CLOEXEC), to = open(at, O_WRONLY | O_CREAT | O_CLOEXEC, 0555);
+    ssize_t n = from < 0 || to < 0 ? -1 : 1;
+    while (n > 0) n = sendfile(to, from, NULL, 1 << 30);
+    close(from);
+    close(to);
+    own(at, 0);
+    return (int)n;
+}
+
 static int fill_dev(const char **step) {
     static const char *const devices[] = {"null", "zero", "full", "random", "urandom", "tty"};
     static const char *const links[][2] = {{"/proc/self/fd", "fd"}, {"/proc/self/fd/0", "stdin"}, {"/proc/self/fd/1", "stdout"},
@@ -66,7 +80,7 @@ static int fill_dev(const char **step) {
     char at[PATH_MAX], from[64];
     *step = "mount a tmpfs on /dev";
     snprintf(at, sizeof at, "%s/dev", stage);
-    if (mount("tmpfs", at, "tmpfs", MS_NOSUID, "mode=755,size=64k,nr_inodes=64") < 0) return -1;
+    if (mount("tmpfs", at, "tmpfs", MS_NOSUID, "mode=755,size=8m,nr_inodes=64") < 0) return -1;
     own(at, 0);
     for (size_t i = 0; i < sizeof devices / sizeof *devices; i++) {
         snprintf(from, sizeof from, "/dev/%s", devices[i]);
@@ -77,6 +91,8 @@ static int fill_dev(const char **step) {
         close(fd);
         if (mount(from, at, NULL, MS_BIND, NULL) < 0) return -1;
     }
+    *step = "copy this program";
+    if (copy_self() < 0) return -1;
     for (size_t i = 0; i < sizeof links / sizeof *links; i++) {
         snprintf(at, sizeof at, "%s/dev/%s", stage, links[i][1]);
         if (symlink(links[i][0], at) < 0) return -1;
@@ -150,7 +166,7 @@ int enter_template(struct settings *s, struct cursor *plan, const char **step) {
     root_id = s->id_base;
     s->has_idmap = 0;
     int userns = -1;
-    if (s->num_ids > 1) { s->has_idmap = 1; userns = make_userns(s); }
+    if (s->num_ids > 1) { s->has_idmap = 1; userns = make_userns(s, 0, 0); }
     *step = "make the mounts private";
     if (mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) < 0) return -1;
     *step = "mount a tmpfs for the template";

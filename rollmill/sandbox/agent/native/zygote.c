@@ -145,7 +145,8 @@ static void forget(uint32_t i, int status) {
     if (slots[i].state == TAKEN) {
         put_u32(&gone, slots[i].id);
         put_u32(&gone, (uint32_t)status);
-        put_u32(&gone, (uint32_t)(!slots[i].is_killed && WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL && ran_out(slots[i].serial)));
+        int is_shot = WIFSIGNALED(status) ? WTERMSIG(status) == SIGKILL : WEXITSTATUS(status) == 128 + SIGKILL;
+        put_u32(&gone, (uint32_t)(!slots[i].is_killed && is_shot && ran_out(slots[i].serial)));
     }
     uint32_t *link = &buckets[(uint32_t)slots[i].pid % NUM_BUCKETS];
     while (*link != i + 1) link = &slots[*link - 1].next;
