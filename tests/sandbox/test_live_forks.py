@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollmill.records import RunFailure
 from rollmill.sandbox import SandboxSpec, Service
-from rollmill.sandbox.namespace import NamespaceBackend, criu
+from rollmill.sandbox.namespace import NamespaceBackend, criu, live
 from tests.sandbox.conftest import until
 
 LIVE = SandboxSpec(live=True)
@@ -79,8 +80,8 @@ for line in sys.stdin:
 """
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _live(machine: None) -> None:
+@pytest.fixture(scope="session")
+def criu_works(machine: None) -> None:
     async def why() -> str:
         backend = NamespaceBackend(num_prepared=1)
         try:
@@ -91,6 +92,11 @@ def _live(machine: None) -> None:
 
     if reason := asyncio.run(why()):
         pytest.skip(reason)
+
+
+@pytest.fixture
+def play(criu_works: None, play):
+    return play
 
 
 async def _shell(box, line: str) -> str:
@@ -367,6 +373,14 @@ def test_no_image_stays_behind_a_closed_snapshot(play):
         assert not scratch.exists()
 
     play(scene)
+
+
+def test_images_of_killed_owners_are_swept_and_those_of_living_ones_kept(tmp_path):
+    dead = int(Path("/proc/sys/kernel/pid_max").read_text()) + 1
+    for name in (f"rollmill-live-{dead}-x", f"rollmill-live-{os.getpid()}-x", "other"):
+        (tmp_path / name / "images").mkdir(parents=True)
+    live.sweep(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {f"rollmill-live-{os.getpid()}-x", "other"}
 
 
 _VALUES = st.one_of(st.integers(0, 2**64 - 1), st.binary(max_size=200))

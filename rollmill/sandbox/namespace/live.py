@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rollmill.sandbox.namespace.zygote import Zygote
 
 COPY_DEADLINE_S = 60.0
+_PREFIX = "rollmill-live-"
 _MEMORY = "/dev/shm"
 """Images of processes are written to memory where the machine offers a file system there."""
 
@@ -77,8 +78,9 @@ class Live:
             )
         if program is None:
             raise ValueError(f"live forks of namespace boxes need the program `criu`: {INSTALL}; or use the microvm backend")
-        parent = _MEMORY if os.path.ismount(_MEMORY) and os.access(_MEMORY, os.W_OK) else None
-        scratch = Path(tempfile.mkdtemp(prefix="rollmill-live-", dir=parent))
+        parent = _MEMORY if os.path.ismount(_MEMORY) and os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()
+        sweep(Path(parent))
+        scratch = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
         return cls(Criu(program, join, zygote.first_id, scratch), scratch)
 
     def close(self) -> None:
@@ -109,6 +111,14 @@ class Live:
             await _copy(image.memory, Path(f"/proc/{place.pid}/root/dev/shm"))
         await self._criu.restore(place, image.images)
         await box.join_programs(image.name)
+
+
+def sweep(parent: Path) -> None:
+    """Remove what killed owners left: nobody else would free the memory."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _copy(source: Path, target: Path) -> None:
