@@ -41,7 +41,7 @@ test: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 $(VLLM)/.stamp: constraints-vllm.txt scripts/setup_vllm.sh
 	@echo "installing vLLM for CPUs into $(VLLM): about 3 minutes and 3.4 GB ..."

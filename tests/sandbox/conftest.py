@@ -18,6 +18,14 @@ NUM_PREPARED = 4
 Scene = Callable[[NamespaceBackend], Awaitable[None]]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker runs all of this folder: some tests look at what the whole machine holds."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("sandbox"))
+
+
 @pytest.fixture(scope="session")
 def machine() -> None:
     reason = NamespaceBackend.probe()

@@ -158,7 +158,7 @@ def test_storm_of_stops_does_not_stop_the_agent(perform, monkeypatch):
         box = await stage.box()
         await attack(box, "stops")
         try:
-            for _ in range(60):
+            for _ in range(12):
                 await box.exec(["true"], timeout_s=0.2)
             await box.close()
         except RunFailure as failure:
