@@ -215,3 +215,19 @@ def test_lifetime_ends_the_box_and_its_waiters_hear_why(play):
         await box.close()
 
     play(scene)
+
+
+def test_bounds_of_an_earlier_box_do_not_hold_for_a_later_one(play):
+    """Control groups of ended boxes are used again."""
+
+    async def scene(backend):
+        for memory_mib in (48, 256, 64, 1024, 48):
+            for _ in range(6):
+                box = await backend.create(SandboxSpec(memory_bytes=memory_mib << 20, disk_bytes=1 << 20))
+                taking = await box.exec(["python3", "-c", f"x = b'x' * ({memory_mib * 3 // 4 - 12} << 20)"], timeout_s=60)
+                assert taking.exit_code == 0, (memory_mib, taking)
+                too_much = await box.exec(["python3", "-c", f"x = b'x' * ({memory_mib + 32} << 20)"], timeout_s=60)
+                assert too_much.exit_code != 0, memory_mib
+                await box.close()
+
+    play(scene)

@@ -91,10 +91,10 @@ static void loopback_up(void) {
     close(fd);
 }
 
-static void enter_group(struct embryo *e, uint32_t serial) {
+static void enter_group(struct embryo *e, uint32_t group) {
     char path[64];
     if (s_->memory_fd < 0) return;
-    snprintf(e->group, sizeof e->group, "b%u", serial);
+    snprintf(e->group, sizeof e->group, "b%u", group);
     if (mkdirat(s_->memory_fd, e->group, 0755) < 0 && errno != EEXIST) fail("make a control group");
     snprintf(path, sizeof path, "%s/cgroup.procs", e->group);
     if (write_at(s_->memory_fd, path, "0") < 0) fail("enter a control group");
@@ -123,11 +123,11 @@ static void make_disk(struct embryo *e) {
     }
 }
 
-static void prepare(struct embryo *e, uint32_t serial) {
+static void prepare(struct embryo *e, uint32_t group) {
     *e = (struct embryo){.proc = -1, .pts = -1, .layer = -1};
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     setsid();
-    enter_group(e, serial);
+    enter_group(e, group);
     if (unshare(CLONE_NEWNET | CLONE_NEWCGROUP) < 0) fail("unshare network and control-group namespaces");
     loopback_up();
     int fs = sys_fsopen("proc");
@@ -180,6 +180,10 @@ static void limit_group(const struct embryo *e, const struct order *o) {
     if (s_->memory_fd >= 0) {
         /* Pages of the disk count as memory; without this allowance a full disk would look like a memory bomb. */
         snprintf(text, sizeof text, "%llu", (unsigned long long)(o->memory + o->disk));
+        if (s_->groups == 1) { /* a bound from an earlier use would keep memory below it */
+            snprintf(path, sizeof path, "%s/memory.memsw.limit_in_bytes", e->group);
+            write_at(s_->memory_fd, path, "-1");
+        }
         snprintf(path, sizeof path, "%s/%s", e->group, s_->groups == 2 ? "memory.max" : "memory.limit_in_bytes");
         if (write_at(s_->memory_fd, path, text) < 0) fail("bound the memory");
         if (s_->groups == 1) { /* version 1 counts the buffers of sockets only where they have a bound */
@@ -474,7 +478,7 @@ static void descend(const struct embryo *e, const struct order *o) {
 
 static int by_number(const void *a, const void *b) { return *(const int *)a - *(const int *)b; }
 
-void live(const struct settings *s, uint32_t slot, uint32_t serial) {
+void live(const struct settings *s, uint32_t slot, uint32_t serial, uint32_t group) {
     struct embryo e;
     struct order o = {0};
     int ports[MAX_PORTS + 2];
@@ -484,7 +488,7 @@ void live(const struct settings *s, uint32_t slot, uint32_t serial) {
     int kept[] = {s->orders_fd, s->news_fd, s->proc_fd, s->template_fd, s->memory_fd, s->cpu_fd};
     qsort(kept, 6, sizeof *kept, by_number);
     keep_only(kept, 6);
-    prepare(&e, serial);
+    prepare(&e, group);
     tell_zygote(NEWS_PREPARED, 0, NULL);
     await_order(&o);
     limit_group(&e, &o);

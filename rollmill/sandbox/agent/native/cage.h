@@ -62,7 +62,7 @@ int send_with(int fd, const void *data, size_t size, const int *fds, size_t num_
 int enter_template(struct settings *s, struct cursor *plan, const char **step);
 
 /* cage.c: the life of a box, from the fork to its end. */
-void live(const struct settings *s, uint32_t slot, uint32_t serial) __attribute__((noreturn));
+void live(const struct settings *s, uint32_t slot, uint32_t serial, uint32_t group) __attribute__((noreturn));
 
 /* opener.c: turns paths of the host into layers, until its owner hangs up. */
 void open_layers(const struct settings *s, int fd, int ready_fd) __attribute__((noreturn));

@@ -259,7 +259,7 @@ void nursery_hold(pid_t pid, uint32_t flags, const int fds[3]) {
     if (num && fd_ >= 0) send_with(fd_, &n, sizeof n, sent, num);
 }
 
-int nursery_leave(char *name, uint32_t *num_name) {
+int nursery_leave(char name[16], uint32_t *num_name) {
     struct note n = {.kind = LISTEN};
     errno = ESRCH;
     if (fd_ < 0 || send_with(fd_, &n, sizeof n, NULL, 0) < 0 || !await_note(LISTEN, &n)) return -1;

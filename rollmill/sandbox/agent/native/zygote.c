@@ -23,6 +23,8 @@
 #define NUM_BUCKETS 16384u
 #define QUIET_S 0.005 /* no order for so long: time to prepare more than the few that must always be there */
 #define MAX_LATE 4096
+#define MAX_SPARE 256u
+#define CLEAN_BYTES (1ll << 20) /* the kernel counts in batches: a group that is empty may show some hundred KiB */
 
 enum state { FREE, PREPARING, IDLE, TAKEN };
 enum { TOLD_READY = 1, TOLD_BROKEN, TOLD_GONE };
@@ -30,12 +32,12 @@ enum { ORDER_KILL = 1, ORDER_POOL };
 
 /* `id`: the slot's number in the low 20 bits, a count of its uses above, so that news of an old box is never taken for a new one's.
    `next`: in the bucket, or of the free ones; +1, 0 ends. */
-struct slot { enum state state; pid_t pid; uint32_t id, serial, next; int is_killed; };
+struct slot { enum state state; pid_t pid; uint32_t id, group, next; int is_killed, num_oom; }; /* num_oom: of its group, before it */
 #define NUMBER(id) ((id) & 0xfffffu)
 
 static struct settings s;
 static struct slot *slots;
-static uint32_t num_slots, free_slots, buckets[NUM_BUCKETS], next_serial;
+static uint32_t num_slots, free_slots, buckets[NUM_BUCKETS], next_serial, next_group;
 static uint32_t num_preparing, num_idle, num_failed;
 static double last_taken, not_before;
 static int has_prepared; /* ever: then a failure is a shortage that may pass, not a machine that cannot */
@@ -43,6 +45,7 @@ static int control_fd, owner_fd, child_fd, news_fd;
 static pid_t opener;
 static uint32_t late[MAX_LATE];
 static size_t num_late;
+static uint32_t spare[MAX_SPARE], first_spare, num_spare; /* groups of boxes that ended, the oldest first */
 static struct buffer gone;
 
 static void __attribute__((noreturn)) broken(int number, const char *step) {
@@ -66,12 +69,12 @@ static uint32_t new_slot(void) {
     return i;
 }
 
-static void remove_group(uint32_t serial) {
+static void remove_group(uint32_t group) {
     char name[32];
-    snprintf(name, sizeof name, "b%u", serial);
+    snprintf(name, sizeof name, "b%u", group);
     if (s.cpu_fd >= 0) unlinkat(s.cpu_fd, name, AT_REMOVEDIR);
     if (s.memory_fd < 0 || unlinkat(s.memory_fd, name, AT_REMOVEDIR) == 0 || errno == ENOENT || num_late == MAX_LATE) return;
-    late[num_late++] = serial; /* the kernel still holds it: tried again with the next */
+    late[num_late++] = group; /* the kernel still holds it: tried again with the next */
 }
 
 static void remove_late(void) {
@@ -80,25 +83,56 @@ static void remove_late(void) {
     for (size_t i = 0; i < n; i++) remove_group(late[i]);
 }
 
-/* Whether the kernel killed a process of the group because its memory was used up. */
-static int ran_out(uint32_t serial) {
-    char path[64], text[1024], *found;
-    snprintf(path, sizeof path, "b%u/%s", serial, s.groups == 2 ? "memory.events" : "memory.oom_control");
+static ssize_t read_group(uint32_t group, const char *file, char *text, size_t room) {
+    char path[64];
+    snprintf(path, sizeof path, "b%u/%s", group, file);
     int fd = s.memory_fd < 0 ? -1 : openat(s.memory_fd, path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return 0;
-    ssize_t n = read(fd, text, sizeof text - 1);
+    if (fd < 0) return -1;
+    ssize_t n = read(fd, text, room - 1);
     close(fd);
-    if (n <= 0) return 0;
-    text[n] = 0;
+    text[n > 0 ? n : 0] = 0;
+    return n;
+}
+
+/* How many processes of the group the kernel killed because its memory was used up. */
+static int num_oom(uint32_t group) {
+    char text[1024], *found;
+    if (read_group(group, s.groups == 2 ? "memory.events" : "memory.oom_control", text, sizeof text) <= 0) return 0;
     found = strstr(text, "oom_kill ");
-    return found && atoi(found + 9) > 0;
+    return found ? atoi(found + 9) : 0;
+}
+
+/* Making and removing a group costs as much as the rest of a box's namespaces: those of ended boxes are used again, unless something,
+   such as a frozen layer, is still counted in them. */
+static int is_clean(uint32_t group) {
+    char text[64];
+    if (read_group(group, "cgroup.procs", text, sizeof text) != 0) return 0;
+    return read_group(group, s.groups == 2 ? "memory.current" : "memory.usage_in_bytes", text, sizeof text) > 0 && atoll(text) <= CLEAN_BYTES;
+}
+
+static uint32_t take_group(void) {
+    while (num_spare) {
+        uint32_t group = spare[first_spare];
+        first_spare = (first_spare + 1) % MAX_SPARE;
+        num_spare--;
+        if (is_clean(group)) return group;
+        remove_group(group);
+    }
+    return next_group++;
+}
+
+static void leave_group(uint32_t group) {
+    if (s.memory_fd < 0) return;
+    if (num_spare == MAX_SPARE) { remove_group(group); return; }
+    spare[(first_spare + num_spare++) % MAX_SPARE] = group;
 }
 
 static void prepare_one(void) {
-    uint32_t i = new_slot(), serial = next_serial++, id = serial << 20 | i;
+    uint32_t i = new_slot(), serial = next_serial++, id = serial << 20 | i, group = s.memory_fd < 0 ? 0 : take_group();
     long pid = syscall(SYS_clone, CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | SIGCHLD, 0, 0, 0, 0);
-    if (pid == 0) live(&s, id, serial);
+    if (pid == 0) live(&s, id, serial, group);
     if (pid < 0) {
+        leave_group(group);
         slots[i].next = free_slots;
         free_slots = i + 1;
         not_before = now_s() + 0.1;
@@ -106,7 +140,7 @@ static void prepare_one(void) {
         return;
     }
     uint32_t *bucket = &buckets[(uint32_t)pid % NUM_BUCKETS];
-    slots[i] = (struct slot){PREPARING, (pid_t)pid, id, serial, *bucket, 0};
+    slots[i] = (struct slot){PREPARING, (pid_t)pid, id, group, *bucket, 0, num_oom(group)};
     *bucket = i + 1;
     num_preparing++;
 }
@@ -146,12 +180,12 @@ static void forget(uint32_t i, int status) {
         put_u32(&gone, slots[i].id);
         put_u32(&gone, (uint32_t)status);
         int is_shot = WIFSIGNALED(status) ? WTERMSIG(status) == SIGKILL : WEXITSTATUS(status) == 128 + SIGKILL;
-        put_u32(&gone, (uint32_t)(!slots[i].is_killed && is_shot && ran_out(slots[i].serial)));
+        put_u32(&gone, (uint32_t)(!slots[i].is_killed && is_shot && num_oom(slots[i].group) > slots[i].num_oom));
     }
     uint32_t *link = &buckets[(uint32_t)slots[i].pid % NUM_BUCKETS];
     while (*link != i + 1) link = &slots[*link - 1].next;
     *link = slots[i].next;
-    remove_group(slots[i].serial);
+    leave_group(slots[i].group);
     slots[i] = (struct slot){.state = FREE, .next = free_slots};
     free_slots = i + 1;
 }
@@ -200,7 +234,8 @@ static void __attribute__((noreturn)) end_all(int memory_parent, int cpu_parent,
     kill(opener, SIGKILL);
     waitpid(opener, NULL, 0);
     for (uint32_t i = 0; i < num_slots; i++) if (slots[i].state != FREE) kill(slots[i].pid, SIGKILL);
-    for (uint32_t i = 0; i < num_slots; i++) if (slots[i].state != FREE) { waitpid(slots[i].pid, NULL, 0); remove_group(slots[i].serial); }
+    for (uint32_t i = 0; i < num_slots; i++) if (slots[i].state != FREE) { waitpid(slots[i].pid, NULL, 0); remove_group(slots[i].group); }
+    while (num_spare) remove_group(spare[(first_spare + --num_spare) % MAX_SPARE]);
     for (int tries = 0; num_late && tries < 200; tries++) { usleep(10000); remove_late(); }
     if (memory_parent >= 0) unlinkat(memory_parent, own, AT_REMOVEDIR); /* what the kernel still holds is swept by the next owner */
     if (cpu_parent >= 0) unlinkat(cpu_parent, own, AT_REMOVEDIR);
