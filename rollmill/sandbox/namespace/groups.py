@@ -67,7 +67,7 @@ def _make(version: int, parents: dict[str, str], own: str) -> Groups:
 def _delegate(parent: str, own: str) -> None:
     with contextlib.suppress(OSError):  # refused where the parent holds processes: then it must be on already
         _enable(f"{parent}/cgroup.subtree_control", "+memory")
-    _enable(f"{parent}/{own}/cgroup.subtree_control", "+memory")
+    _enable(f"{parent}/{own}/cgroup.subtree_control", "+memory")  # refused where the parent did not pass it on
     with contextlib.suppress(OSError):  # without it, a bound on CPU time is refused when it is asked for
         with contextlib.suppress(OSError):
             _enable(f"{parent}/cgroup.subtree_control", "+cpu")
@@ -80,7 +80,11 @@ def _enable(path: str, controller: str) -> None:
 
 
 def _candidates() -> list[tuple[int, dict[str, str]]]:
-    """(version, controller -> this process's own group) of the mounted hierarchies, version 1 first."""
+    """(version, controller -> a group to make ours in) of the mounted hierarchies, version 1 first.
+
+    Version 2 gives no controllers to the children of a group that holds processes, as this process's own does: then the nearest
+    one above it that can.
+    """
     own: dict[str, str] = {}
     with open("/proc/self/cgroup") as lines:
         for line in lines:
@@ -97,8 +101,16 @@ def _candidates() -> list[tuple[int, dict[str, str]]]:
                 for controller in {"memory", "cpu"} & set(options.split(",")):
                     first[controller] = _join(point, root, own.get(controller, "/"))
             elif kind == "cgroup2":
-                found.append((2, {"memory": _join(point, root, own.get("unified", "/"))}))
+                found += [(2, {"memory": path}) for path in _upwards(point, _join(point, root, own.get("unified", "/")))]
     return [*([(1, first)] if "memory" in first else []), *found]
+
+
+def _upwards(top: str, path: str) -> list[str]:
+    found = [path]
+    while path != top and path.startswith(f"{top}/"):
+        path = os.path.dirname(path)
+        found.append(path)
+    return found
 
 
 def _join(point: str, root: str, path: str) -> str:

@@ -129,7 +129,7 @@ static void prepare(struct embryo *e, uint32_t group) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     setsid();
     enter_group(e, group);
-    if (unshare(CLONE_NEWNET | CLONE_NEWCGROUP) < 0) fail("unshare network and control-group namespaces");
+    if (unshare(CLONE_NEWNET) < 0) fail("unshare the network namespace");
     loopback_up();
     int fs = sys_fsopen("proc");
     if (fs >= 0 && fs_do(fs, FS_CREATE) == 0) e->proc = sys_fsmount(fs, ATTR_NOSUID | ATTR_NODEV | ATTR_NOEXEC);
@@ -493,6 +493,8 @@ void live(const struct settings *s, uint32_t slot, uint32_t serial, uint32_t gro
     tell_zygote(NEWS_PREPARED, 0, NULL);
     await_order(&o);
     limit_group(&e, &o);
+    /* Only now: the root of a control-group namespace may be closed to bounds from inside. */
+    if (unshare(CLONE_NEWCGROUP) < 0) fail("unshare the control-group namespace");
     furnish(&e, &o);
     if (o.flags & ORDER_LIVE) { o.num_processes++; descend(&e, &o); } /* one more: the nursery is no program of the box's */
     size_t num_ports = open_ports(&o, ports);

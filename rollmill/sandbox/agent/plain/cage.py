@@ -22,7 +22,7 @@ from .order import Order, OrderFlag
 from .processes import Everyone
 from .settings import News, Settings
 
-_NAMESPACES = k.CLONE_NEWNS | k.CLONE_NEWIPC | k.CLONE_NEWUTS | k.CLONE_NEWNET | k.CLONE_NEWCGROUP
+_NAMESPACES = k.CLONE_NEWNS | k.CLONE_NEWIPC | k.CLONE_NEWUTS | k.CLONE_NEWNET
 _NUM_RESERVED = 4
 """Processes beyond the box's bound that the agent may start, so that a full table still lets one `kill` run."""
 _MAX_MEMLOCK_BYTES = 8 << 20
@@ -60,6 +60,9 @@ class Cage:
         s.tell(self._id, News.PREPARED)
         order = self._await_order()
         self._limit_group(order)
+        with k.step("unshare the control-group namespace"):
+            # Only now: the root of a control-group namespace may be closed to bounds from inside.
+            k.unshare(k.CLONE_NEWCGROUP)
         ports = network.open_ports(order.ports) if order.flags & OrderFlag.EGRESS else ()
         layer = root.furnish(s, embryo, order)
         self._lock_in(embryo.userns, order)
