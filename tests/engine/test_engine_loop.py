@@ -311,9 +311,10 @@ class BrokenModel(type(tiny_model())):  # type: ignore[misc]
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_crash_of_the_loop_ends_every_request_and_shows_in_health() -> None:
     model = tiny_model()
-    model.__class__ = BrokenModel
     with running(model) as engine:
-        reply = result(engine, ask(prompt_of(4)))
+        result(engine, ask(prompt_of(4)))
+        model.__class__ = BrokenModel  # while it serves: broken from the start it could fail before the first request
+        reply = result(engine, ask(prompt_of(5)))
         assert reply.finish_reason is FinishReason.ERROR
         wait_until(lambda: engine.health().phase == EnginePhase.FAILED, "the engine says that it failed")
         with pytest.raises(NotServing, match="crashed"):
