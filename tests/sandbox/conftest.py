@@ -77,7 +77,7 @@ def descendants(pid: int) -> list[int]:
         for task in os.listdir(f"/proc/{pid}/task"):
             for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
                 found += [int(child), *descendants(int(child))]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         pass
     return found
 
