@@ -36,7 +36,7 @@ class Ours:
     def ask(self, what: str, **options: Any) -> dict[str, Any]:
         try:
             return self._runner.run(asyncio.wait_for(getattr(self, f"_{what}")(**options), DEADLINE_S))
-        except (RunFailure, ValueError, OSError, NotImplementedError) as error:
+        except (RunFailure, ValueError, OSError) as error:
             raise PeerFailed(str(error) or type(error).__name__) from error
 
     def close(self) -> None:

@@ -124,37 +124,3 @@ class SocketStream:
         assert self._on_lost is not None
         self.close()
         self._on_lost()
-
-
-class ProcessStream:
-    """Standard input and output of a program that stands between, such as `docker exec -i`; no descriptors can pass."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdin is not None and process.stdout is not None, "the program needs pipes for its standard input and output"
-        self._stdin, self._stdout = process.stdin, process.stdout
-        self._reading: asyncio.Task[None] | None = None
-        self._open = True
-        self._on_data: OnData | None = None
-        self._on_lost: OnLost | None = None
-
-    def listen(self, on_data: OnData, on_lost: OnLost) -> None:
-        self._on_data, self._on_lost = on_data, on_lost
-        self._reading = asyncio.get_running_loop().create_task(self._read())
-
-    def write(self, data: bytes) -> None:
-        if self._open and not self._stdin.is_closing():
-            self._stdin.write(data)
-
-    def close(self) -> None:
-        self._open = False
-        self._stdin.close()
-        if self._reading is not None and self._reading is not asyncio.current_task():
-            self._reading.cancel()
-
-    async def _read(self) -> None:
-        assert self._on_data is not None and self._on_lost is not None
-        while self._open and (data := await self._stdout.read(READ_BYTES)):
-            self._on_data(data, [])
-        if self._open:
-            self.close()
-            self._on_lost()

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from rollmill.records import RunFailure
 from rollmill.sandbox.container.held import HANG_UP_S, HeldBox
 from rollmill.sandbox.container.tool import Tool
+from rollmill.sandbox.group import fork_by_snapshot
 from rollmill.sandbox.interface import Sandbox, Snapshot
 from rollmill.sandbox.records import Change, ChangeKind, FileKind, SandboxSpec, Service
 
@@ -71,11 +72,7 @@ class ContainerBox(HeldBox):
             return taken
 
     async def fork(self, num: int) -> list[Sandbox]:
-        snapshot = await self.snapshot()
-        try:
-            return await snapshot.fork(num)
-        finally:
-            await snapshot.close()
+        return await fork_by_snapshot(self, num)
 
     async def suspend(self) -> None:
         """The whole container, its agent too: until `resume` every other call waits."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rollmill.records import Boundary, RunFailure
 from rollmill.sandbox.agent.client import AgentBox
-from rollmill.sandbox.group import all_or_none
+from rollmill.sandbox.group import all_or_none, fork_by_snapshot
 from rollmill.sandbox.hosted.api import Client, Missing
 from rollmill.sandbox.hosted.stream import DaemonStream
 from rollmill.sandbox.interface import Sandbox
@@ -81,11 +81,7 @@ class HostedBox(AgentBox):
                     await self.serve(service)
 
     async def fork(self, num: int) -> list[Sandbox]:
-        snapshot = await self.snapshot()
-        try:
-            return await snapshot.fork(num)
-        finally:
-            await snapshot.close()
+        return await fork_by_snapshot(self, num)
 
     async def suspend(self) -> None:
         self._check_alive()

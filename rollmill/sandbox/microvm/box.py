@@ -13,6 +13,7 @@ from rollmill.records import Boundary, RunFailure
 from rollmill.sandbox.agent import wire
 from rollmill.sandbox.agent.client import AgentBox
 from rollmill.sandbox.agent.link import BoxRuined
+from rollmill.sandbox.group import fork_by_snapshot
 from rollmill.sandbox.microvm import stored
 from rollmill.sandbox.microvm.machine import Ending, Saved
 from rollmill.sandbox.microvm.stored import Standing
@@ -100,11 +101,7 @@ class MicrovmBox(AgentBox):
             return snapshot
 
     async def fork(self, num: int) -> list[MicrovmBox]:
-        snapshot = await self.snapshot()
-        try:
-            return await snapshot.fork(num)
-        finally:
-            await snapshot.close()
+        return await fork_by_snapshot(self, num)
 
     async def suspend(self) -> None:
         async with self._saving:

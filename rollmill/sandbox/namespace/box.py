@@ -11,6 +11,7 @@ from rollmill.sandbox.agent import wire
 from rollmill.sandbox.agent.client import AgentBox
 from rollmill.sandbox.agent.link import Listener
 from rollmill.sandbox.agent.process import AgentProcess
+from rollmill.sandbox.group import fork_by_snapshot
 from rollmill.sandbox.namespace.layers import Layer, Machine, Stack, let_go, use
 from rollmill.sandbox.records import SandboxSpec, Service
 
@@ -81,11 +82,7 @@ class NamespaceBox(AgentBox):
             process.move(self._life())
 
     async def fork(self, num: int) -> list[Any]:
-        snapshot = await self.snapshot()
-        try:
-            return list(await snapshot.fork(num))
-        finally:
-            await snapshot.close()
+        return await fork_by_snapshot(self, num)
 
     async def quiesce(self) -> tuple[Service, ...]:
         """End every process, services by their own time; which services there were."""

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from blake3 import blake3
 
+from rollmill.sandbox.group import fork_by_snapshot
 from rollmill.sandbox.interface import Process, Sandbox, Snapshot
 from rollmill.sandbox.records import Argv, Change, Chunk, Env, ExecResult, FileStat, SandboxSpec, Service
 from rollmill.sandbox.snapshots.events import (
@@ -148,11 +149,7 @@ class Journal:
         return JournalSnapshot(inner, self._log.share(), self._spec, mark, position)
 
     async def fork(self, num: int) -> builtins.list[Sandbox]:
-        snapshot = await self.snapshot()
-        try:
-            return await snapshot.fork(num)
-        finally:
-            await snapshot.close()
+        return await fork_by_snapshot(self, num)
 
     async def close(self) -> None:
         try:

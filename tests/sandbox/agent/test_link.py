@@ -10,12 +10,12 @@ import struct
 import sys
 
 import pytest
-from agent_boxes import BOOT, PLAIN
+from agent_boxes import BOOT
 
 from rollmill.records import RunFailure
 from rollmill.sandbox.agent import link, process, wire
 from rollmill.sandbox.agent.client import AgentBox
-from rollmill.sandbox.agent.streams import ProcessStream, SocketStream
+from rollmill.sandbox.agent.streams import SocketStream
 from rollmill.sandbox.records import SandboxSpec
 
 HELLO = wire.frame(0, wire.Say.HELLO, wire.HELLO.pack(wire.VERSION, 3, wire.Fact.PROC))
@@ -361,31 +361,6 @@ def test_socket_takes_more_than_it_holds_and_loses_nothing():
         (((said, (fd,))),) = got
         assert said == b"take this" and not os.get_inheritable(fd)
         os.close(fd)
-
-    asyncio.run(whole())
-
-
-def test_agent_behind_the_pipes_of_another_program():
-    class PipedBox(AgentBox):
-        def hung_up(self) -> None:
-            self.gone("the program between ended")
-
-    async def whole() -> None:
-        program = await asyncio.create_subprocess_exec(*PLAIN, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
-        box = PipedBox("piped", SandboxSpec(disk_bytes=1 << 30), kill=program.kill)
-        box.attach(ProcessStream(program))
-        async with asyncio.timeout(60):
-            await box.ready(30)
-            data = bytes(range(256)) * 8192
-            echoed = await box.exec(["cat"], timeout_s=30, stdin=data, max_output_bytes=len(data))
-            assert echoed.stdout == data
-            call = asyncio.create_task(box.exec(["sleep", "0.5"], timeout_s=1000))
-            await asyncio.sleep(0)
-            program.kill()
-            with pytest.raises(RunFailure, match="the program between ended"):
-                await call
-            await program.wait()
-            await box.close()
 
     asyncio.run(whole())
 

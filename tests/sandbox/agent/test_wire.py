@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmill.sandbox.agent import wire
-from rollmill.sandbox.agent.plain.output import HeadTail
 
 U32 = st.integers(0, (1 << 32) - 1)
 FRAMES = st.lists(st.tuples(U32, U32, st.binary(max_size=200)), max_size=8)
@@ -61,19 +60,3 @@ def test_any_bytes_are_a_body_or_refused(data):
 def test_frame_larger_than_any_is_refused_before_it_is_awaited():
     with pytest.raises(ValueError, match="out of step"):
         wire.Splitter().feed(wire.HEAD.pack(wire.MAX_BODY_BYTES + 1, 1, 1))
-
-
-@settings(max_examples=80, derandomize=True, deadline=None)
-@given(st.lists(st.binary(max_size=700), max_size=12), st.integers(0, 1500))
-def test_head_and_tail_are_bounded_true_and_independent_of_the_chunks(chunks, limit):
-    whole = b"".join(chunks)
-    kept, at_once = HeadTail(limit), HeadTail(limit)
-    for chunk in chunks:
-        kept.feed(chunk)
-    at_once.feed(whole)
-    shown = kept.render()
-    assert shown == at_once.render() and kept.num_bytes == len(whole) and len(shown) <= limit
-    if len(whole) <= limit:
-        assert shown == whole
-    elif limit >= 256:
-        assert whole.startswith(shown[: (limit - 63) // 2]) and whole.endswith(shown[len(shown) - (limit - 64) // 2 :])
