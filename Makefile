@@ -60,7 +60,6 @@ setup-vm: setup $(VM)/base.json
 
 test-vm: setup-vm
 	@$(BIN)/python -m pytest -m vm tests/sandbox
-	@$(BIN)/python -m pytest -m "vm or not vm" -k microvm tests/sandbox/contract
 
 $(PEERS)/.stamp: scripts/setup_peers.sh
 	@PYTHON=$(PYTHON) scripts/setup_peers.sh $(PEERS)

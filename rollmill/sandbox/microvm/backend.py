@@ -57,7 +57,7 @@ class MicrovmBackend:
 
     async def capabilities(self) -> Capabilities:
         vmm = await self._monitor()
-        facts = {"vmm": vmm.maker, "accelerator": vmm.accelerator}
+        facts = {"vmm": vmm.maker, "accelerator": vmm.accelerator, "diff": "since the machine booted"}
         if self._why_not_kvm:
             facts["kvm"] = self._why_not_kvm
         return Capabilities(
