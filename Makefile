@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 VM := $(or $(ROLLMILL_HOME),$(HOME)/.cache/rollmill)/vm
 PEERS := .peers
+LITELLM := .venv-litellm
 SEED ?= 0
 RUN ?= runs/demo-$(SEED)
 
-.PHONY: demo test setup setup-vllm test-vllm setup-vm test-vm setup-peers bench-sandbox model test-slow bench-loop clean
+.PHONY: demo test setup setup-vllm test-vllm setup-vm test-vm setup-peers bench-sandbox bench-gateway model test-slow bench-loop clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +19,7 @@ help:
 	@echo "make test-vllm       the adapter against a real vLLM on this CPU, in an environment of its own (some minutes)"
 	@echo "make test-vm         the microvm sandbox in real virtual machines, with QEMU from the distribution's packages (some minutes)"
 	@echo "make bench-sandbox   sandboxes beside bubblewrap, crun, runsc, sandlock and SWE-ReX in one run"
+	@echo "make bench-gateway   what the gateway adds to a model call, beside LiteLLM's proxy in one run"
 	@echo "make model           make models/demo again (DEVICE=cuda: under ten minutes; two CPU cores: about seven hours)"
 	@echo "make bench-loop      sync against async on the same tasks with slow tools"
 
@@ -70,6 +72,13 @@ setup-peers: $(PEERS)/.stamp
 bench-sandbox: setup setup-peers
 	@$(BIN)/rollmill sandbox bench --peers $(PEERS)
 
+$(LITELLM)/.stamp: scripts/setup_gateway_peers.sh
+	@PYTHON=$(PYTHON) scripts/setup_gateway_peers.sh $(LITELLM)
+	@touch $@
+
+bench-gateway: setup $(LITELLM)/.stamp
+	@$(BIN)/rollmill bench gateway --peers $(LITELLM)
+
 test-slow: setup
 	@$(BIN)/python -m pytest -m slow -s
 
@@ -80,4 +89,4 @@ bench-loop: setup
 	@$(BIN)/rollmill bench loop
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info
+	rm -rf $(VENV) $(PEERS) $(LITELLM) build dist *.egg-info

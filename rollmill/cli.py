@@ -289,6 +289,26 @@ def bench_numerics_command(
     show_result(found, as_json=json_)
 
 
+@bench_app.command("gateway")
+def bench_gateway_command(
+    model: Annotated[Path, typer.Option(help="model directory whose tokenizer and template are used")] = Path("models/demo"),
+    peers: Annotated[Path | None, typer.Option(help="folder that scripts/setup_gateway_peers.sh filled; else what is on the path")] = None,
+    streams: Annotated[int, typer.Option(min=1, help="streams held at once")] = 1000,
+    rounds: Annotated[int, typer.Option(min=1, help="turns that everybody takes")] = 5,
+    quick: Annotated[bool, typer.Option("--quick", help="one short round: does everything run?")] = False,
+    json_: AsJson = False,
+) -> None:
+    """What the gateway adds to a model call, calls per second and streams held, beside LiteLLM's proxy before the same replica."""
+    import msgspec
+
+    from rollmill.bench.gateway import QUICK, Sizes, bench_gateway
+    from rollmill.bench.report import show as show_result
+    from rollmill.bench.report import typed_command
+
+    sizes = QUICK if quick else msgspec.structs.replace(Sizes(), num_streams=streams, rounds=rounds)
+    show_result(bench_gateway(model, command=typed_command(), peers=peers, sizes=sizes), as_json=json_)
+
+
 def _threads(asked: int) -> int:
     return asked or len(os.sched_getaffinity(0))
 

@@ -68,6 +68,63 @@ class RolloutSection(Section):
     """Extra seconds every tool call really takes, drawn evenly from this range: for benchmarks of slow tools."""
 
 
+class AgentSection(Section):
+    """Who plays an episode: the default harness, a program of yours, or a service of yours."""
+
+    kind: Literal["default", "program", "remote"] = "default"
+    """default: our own harness; program: any program that speaks to a model over HTTP; remote: a service that plays whole episodes."""
+    command: tuple[str, ...] = ()
+    """program: what to run; `{instruction}`, `{task}` (a JSON file) and `{model}` are filled in."""
+    where: Literal["inside", "beside"] = "inside"
+    """program: inside the episode's box, or beside it: on this machine, with your rights."""
+    env: dict[str, str] = {}
+    """program: added to its environment."""
+    stdin: bool = False
+    """program: the instruction is also its standard input."""
+    graded_exit_codes: tuple[int, ...] = (0,)
+    """program: any other exit code is a failure, which is tried again and never graded; empty: all are graded."""
+    time_s: float = Field(0.0, ge=0)
+    """program: stopped after so many seconds, and what it left is graded; 0: at `rollout.episode_s`, which counts as a failure of ours."""
+    image: str = ""
+    """program, inside: the image of the box instead of the family's."""
+    site: str = ""
+    """program, inside: a folder of installed Python packages on this machine, shown to the box and put on PYTHONPATH."""
+    memory_mb: int = Field(0, ge=0)
+    """program, inside: the box's memory; 0: the family's."""
+    url: str = ""
+    """remote: where the service answers."""
+    key_env: str = ""
+    """remote: the environment variable that holds the service's key, sent as a bearer token."""
+    poll_s: float = Field(0.0, ge=0)
+    """remote: ask the service for its status this often; 0: it reports to us."""
+    model: str = "policy"
+    """The model name that the agent is told; every name it asks for means the policy."""
+    host: str = "127.0.0.1"
+    """Where the gateway listens for the agent's model calls."""
+    port: int = Field(0, ge=0, le=65535)
+    """0 = any free one."""
+    public_url: str = ""
+    """remote: how the service reaches the gateway, when that is not `http://host:port`."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> AgentSection:
+        inside, beside = ("image", "site", "memory_mb"), ("command", "where", "env", "stdin", "graded_exit_codes", "time_s")
+        gateway, remote = ("model", "host", "port"), ("url", "key_env", "poll_s", "public_url")
+        mine = {"default": (), "program": (*beside, *inside, *gateway), "remote": (*remote, *gateway)}[self.kind]
+        for name, field in type(self).model_fields.items():
+            if name != "kind" and name not in mine and getattr(self, name) != field.default:
+                raise ValueError(f"{name} means nothing with kind = {self.kind!r}; leave it out or set another kind")
+        if self.kind == "program" and not self.command:
+            raise ValueError('kind = "program" needs a command; give one as a list, e.g. command = ["python3", "agent.py"]')
+        if self.kind == "program" and self.where == "beside" and (bad := [n for n in inside if getattr(self, n)]):
+            raise ValueError(f'{bad[0]} is for where = "inside"; beside the box there is no box')
+        if self.site and not Path(self.site).is_dir():
+            raise ValueError(f"site = {self.site!r} is no folder of this machine")
+        if self.kind == "remote" and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f'kind = "remote" needs the url of the service, with http:// or https://; it is {self.url!r}')
+        return self
+
+
 class TrainerSection(Section):
     groups_per_batch: int = Field(8, ge=1)
     lr: float = Field(1e-6, gt=0)
@@ -142,6 +199,7 @@ class RunConfig(Section):
     model: ModelSection
     tasks: TasksSection = TasksSection()
     rollout: RolloutSection = RolloutSection()
+    agent: AgentSection = AgentSection()
     trainer: TrainerSection = TrainerSection()
     engine: EngineSection = EngineSection()
     weights: WeightsSection = WeightsSection()
@@ -150,6 +208,10 @@ class RunConfig(Section):
     def _agree(self) -> RunConfig:
         if self.run.mode == "async" and self.trainer.max_staleness < 1:
             raise ValueError("trainer.max_staleness is 0 but run.mode is 'async'; set run.mode = \"sync\" or trainer.max_staleness >= 1")
+        if self.agent.time_s >= self.rollout.episode_s:
+            raise ValueError(
+                f"agent.time_s is {self.agent.time_s} s, an episode ends after rollout.episode_s = {self.rollout.episode_s} s; lower it"
+            )
         lo, hi = self.rollout.tool_latency_s
         if not 0 <= lo <= hi:
             raise ValueError(f"rollout.tool_latency_s is [{lo}, {hi}]; give two numbers with 0 <= first <= second")
@@ -235,6 +297,6 @@ def _explain(error: Any) -> str:
         return f"unknown key {key!r}; the nearest known key is {(leaf or near)[0]!r}"
     if error["type"] == "missing":
         return f"{key!r} is missing; add it to the run file"
-    if not key:
-        return str(error["msg"]).removeprefix("Value error, ")
+    if not key or (error["type"] == "value_error" and isinstance(error["input"], dict)):
+        return (f"[{key}] " if key else "") + str(error["msg"]).removeprefix("Value error, ")
     return f"{key} = {error['input']!r} is not usable: {error['msg'][0].lower()}{error['msg'][1:]}"

@@ -81,6 +81,10 @@ class StopReason(StrEnum):
     """Why an episode ended. Every one of them is graded: running out of budget is the agent's own doing."""
 
     SUBMITTED = "submitted"
+    ANSWERED = "answered"
+    """A reply without a tool call, where none is needed."""
+    EXITED = "exited"
+    """A foreign agent ended by itself."""
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
     """The episode's token budget or the model's context is used up."""

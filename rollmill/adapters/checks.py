@@ -32,6 +32,8 @@ def check(request: GenerateRequest, *, vocab_size: int, max_len: int, has_routes
             f"top_p={request.top_p}, top_k={request.top_k}: this engine gives logprobs of the cut distribution, while the trainer "
             "computes those of the whole one; use top_p=1 and top_k=0"
         )
+    if request.num_top or request.constraint is not None:
+        raise EngineRejected("num_top and constraint: only Rollmill's own engine has them behind this protocol; leave them out")
     if request.routes_from is not None and not has_routes:
         raise EngineRejected(
             "routes_from needs a server started with --enable-return-routed-experts and an adapter that was given the shape of the experts"

@@ -1,32 +1,21 @@
-"""Engine requests as the event loop sees them: submitted together, heard through one queue, cancelled together when the client leaves."""
+"""One engine request as the event loop sees it: submitted, heard piece by piece or at its end, cancelled when the client leaves.
+
+What waits for a slow reader is told by numbers, not copied: it finds the tokens in the sequence, so it holds one entry per version.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
 
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-
+from rollmill.engine.constrain import Guide, StillCompiling
 from rollmill.engine.engine import Engine, NotServing, QueueFull, VersionMismatch
-from rollmill.engine.protocol import FinishReason, GenerateRequest
+from rollmill.engine.protocol import FinishReason, GenerateRequest, Piece
 from rollmill.engine.scheduler import Sequence, Update
+from rollmill.engine.service import Service
+from rollmill.web import ApiError
 
-R = TypeVar("R")
 RETRY_AFTER_S = 1
-
-
-class ApiError(HTTPException):
-    """An answer other than 200, with a text that says what to change; `extra` joins the JSON body."""
-
-    def __init__(self, status: int, message: str, *, headers: dict[str, str] | None = None, extra: dict[str, Any] | None = None) -> None:
-        super().__init__(status, message, headers)
-        self.extra = extra or {}
-
-
-class ClientGone(Exception):
-    """The client closed its connection; there is nobody to answer."""
 
 
 def _unmet(engine: Engine, message: str) -> ApiError:
@@ -37,74 +26,81 @@ def _unavailable(message: str) -> ApiError:
     return ApiError(503, message, headers={"retry-after": str(RETRY_AFTER_S)}, extra={"retryable": True})
 
 
-class Calls:
-    """One or more engine requests of one HTTP request. Iterate to hear (index, update) until all have ended."""
+class Call:
+    """A submitted request; whoever made it calls `cancel` at the end, however it ended."""
 
-    def __init__(self, engine: Engine, requests: list[GenerateRequest], *, streams: bool, score_from: int | None = None) -> None:
-        self._engine = engine
-        self._queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
-        self._open: set[int] = set()
-        self.seqs: list[Sequence] = []
+    def __init__(
+        self, engine: Engine, request: GenerateRequest, *, streams: bool = False, score_from: int | None = None, guide: Guide | None = None
+    ) -> None:
+        self._engine, self._news = engine, asyncio.Event()
+        self._unread: list[tuple[int, int]] = []
+        """(version, number of tokens once it had sampled its last), for what no piece has told yet."""
+        self._finished: FinishReason | None = None
         try:
-            for index, request in enumerate(requests):
-                self.seqs.append(engine.submit(request, self._listener(index), streams=streams, score_from=score_from))
-                self._open.add(index)
+            self.seq = engine.submit(request, self._hear, streams=streams, score_from=score_from, guide=guide)
         except ValueError as error:
-            raise self._refused(ApiError(400, str(error))) from error
+            raise ApiError(400, str(error)) from error
         except VersionMismatch as error:
-            raise self._refused(_unmet(engine, str(error))) from error
+            raise _unmet(engine, str(error)) from error
         except (QueueFull, NotServing) as error:
-            raise self._refused(_unavailable(str(error))) from error
+            raise _unavailable(str(error)) from error
 
-    def _listener(self, index: int) -> Callable[[Sequence, Update], None]:
-        return lambda seq, update: self._queue.put_nowait((index, update))
-
-    def _refused(self, error: ApiError) -> ApiError:
-        self.cancel()
-        return error
-
-    def end(self, index: int) -> None:
-        """This one has all it needs; whatever it still samples is not heard."""
-        if index in self._open:
-            self._open.discard(index)
-            self._engine.cancel(self.seqs[index])
+    def _hear(self, seq: Sequence, update: Update) -> None:
+        if self._unread and self._unread[-1][0] == update.version:
+            self._unread.pop()
+        self._unread.append((update.version, update.num_sampled))
+        self._finished = update.finished
+        self._news.set()
 
     def cancel(self) -> None:
-        for index in list(self._open):
-            self.end(index)
+        """Free the row; a request that has ended is left alone."""
+        if self._finished is None:
+            self._engine.cancel(self.seq)
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
-        while self._open:
-            index, update = await self._queue.get()
-            if index not in self._open:
-                continue
-            if update.finished is not None:
-                self._open.discard(index)
-                self._check_end(update.finished)
-            yield index, update
+    async def ended(self) -> FinishReason:
+        """Why it ended; ApiError when there is nothing to return."""
+        while self._finished is None:
+            await self._news.wait()
+            self._news.clear()
+        self._check_end(self._finished)
+        return self._finished
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """What has been sampled since the last piece, as soon as there is something and the reader asks; ends with the request."""
+        seq, start = self.seq, 0
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            unread, self._unread, finished = self._unread, [], self._finished
+            for version, end in unread:
+                if end > start:
+                    tokens = seq.tokens[seq.num_prompt + start : seq.num_prompt + end]
+                    yield Piece(token_ids=tokens, logprobs=seq.logprobs[start:end], version=version, tops=seq.tops[start:end])
+                    start = end
+            if finished is not None:
+                self._check_end(finished)
+                return
 
     def _check_end(self, reason: FinishReason) -> None:
         if reason is FinishReason.VERSION:
             raise _unmet(self._engine, f"the weights were swapped to version {self._engine.version} while the request ran")
+        if reason is FinishReason.CONSTRAINT:
+            why = self.seq.guide.problem if self.seq.guide else ""
+            raise ApiError(400, f"the constraint could not be followed after {self.seq.num_sampled} tokens: {why}")
         if reason in (FinishReason.ERROR, FinishReason.CANCELLED):
             stopping = reason is FinishReason.CANCELLED
             raise _unavailable("the engine is shutting down" if stopping else "the model gave no usable logits, or the engine failed")
 
 
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def while_connected(request: Request, calls: Calls, work: Coroutine[Any, Any, R]) -> R:
-    """Await `work`, but give up and free the rows as soon as the client leaves or anything fails."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(_gone(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        task.cancel()
-        gone.cancel()
-        calls.cancel()
+async def open_call(service: Service, request: GenerateRequest, *, streams: bool) -> Call:
+    """Compile the request's constraint, if it has one, and submit it."""
+    guide = None
+    if request.constraint is not None:
+        try:
+            request.check(vocab_size=service.engine.config.vocab_size, max_len=service.engine.max_len)
+            guide = await service.constraints.guide(request)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        except StillCompiling as error:
+            raise _unavailable(str(error)) from error
+    return Call(service.engine, request, streams=streams, guide=guide)

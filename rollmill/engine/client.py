@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from rollmill.engine.protocol import MSGPACK, GenerateReply, GenerateRequest, Health, Pressure, ScoreReply, ScoreRequest
+from rollmill.engine.protocol import (
+    MSGPACK,
+    GenerateReply,
+    GenerateRequest,
+    Health,
+    Piece,
+    Pressure,
+    ScoreReply,
+    ScoreRequest,
+    StreamFrame,
+)
 
 CONNECT_TIMEOUT_S = 5.0
 # Beyond the engine's own deadline, for the reply to travel.
@@ -70,6 +83,31 @@ class EngineClient:
         body = await self._send("POST", "/v1/generate", read_s, data=msgspec.msgpack.encode(request), headers={"content-type": MSGPACK})
         return self._decode(body, GenerateReply, msgspec.msgpack.decode)
 
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece | GenerateReply, None]:
+        """Pieces as they are sampled, then the whole reply, which is the last item. Closing the generator frees the engine's row."""
+        read_s = self._timeout_s if request.deadline_s is None else request.deadline_s + GRACE_S
+        headers, body = {"content-type": MSGPACK}, msgspec.msgpack.encode(request)
+        try:
+            async with self._request("POST", "/v1/stream", read_s, data=body, headers=headers) as response:
+                if response.status != 200:
+                    self._refuse_reply(response.status, response.headers.get("retry-after", "1"), await response.read())
+                while (frame := await self._frame(response)).piece is not None:
+                    yield frame.piece
+                # To the end, so that the connection can be used again; what is wanted has come.
+                with suppress(aiohttp.ClientError):
+                    await response.read()
+        except (aiohttp.ClientError, asyncio.IncompleteReadError, TimeoutError, OSError) as error:
+            raise EngineUnavailable(f"the stream from {self._base_url} was cut: {type(error).__name__} {error}") from error
+        if frame.error is not None:
+            self._refuse(frame.error.status, "1", frame.error.message, version=frame.error.version)
+        if frame.reply is None:
+            raise EngineUnavailable(f"{self._base_url} sent a frame without content")
+        yield frame.reply
+
+    async def _frame(self, response: aiohttp.ClientResponse) -> StreamFrame:
+        size = int.from_bytes(await response.content.readexactly(4), "little")
+        return self._decode(await response.content.readexactly(size), StreamFrame, msgspec.msgpack.decode)
+
     async def score(self, request: ScoreRequest) -> ScoreReply:
         """Logprobs of given tokens under the served weights."""
         read_s = self._timeout_s if request.deadline_s is None else request.deadline_s + GRACE_S
@@ -84,23 +122,29 @@ class EngineClient:
         return self._decode(await self._send("GET", "/health", PROBE_S, is_checked=False), Health, msgspec.json.decode)
 
     async def _send(self, method: str, path: str, read_s: float, *, is_checked: bool = True, **options: Any) -> bytes:
-        if self._http is None:
-            self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=self._max_connections))
-        timeout = aiohttp.ClientTimeout(total=read_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
-            async with self._http.request(method, self._base_url + path, timeout=timeout, **options) as response:
+            async with self._request(method, path, read_s, **options) as response:
                 body = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineUnavailable(f"no answer from {self._base_url}{path}: {type(error).__name__} {error}") from error
         if is_checked and response.status != 200:
-            self._refuse(response.status, response.headers.get("retry-after", "1"), body)
+            self._refuse_reply(response.status, response.headers.get("retry-after", "1"), body)
         return body
 
-    def _refuse(self, status: int, retry_after: str, body: bytes) -> None:
+    def _request(self, method: str, path: str, read_s: float, **options: Any) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        if self._http is None:
+            self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=self._max_connections))
+        timeout = aiohttp.ClientTimeout(total=read_s, sock_connect=CONNECT_TIMEOUT_S)
+        return self._http.request(method, self._base_url + path, timeout=timeout, **options)
+
+    def _refuse_reply(self, status: int, retry_after: str, body: bytes) -> None:
         text, facts = _error_text(body)
+        self._refuse(status, retry_after, text, version=int(facts.get("version", -1)))
+
+    def _refuse(self, status: int, retry_after: str, text: str, *, version: int) -> None:
         where = f"{self._base_url} answered {status}: {text}"
         if status == 409:
-            raise VersionUnmet(where, version=int(facts.get("version", -1)))
+            raise VersionUnmet(where, version=version)
         if 400 <= status < 500:
             raise EngineRejected(where)
         raise EngineUnavailable(where, retry_after_s=float(retry_after) if retry_after.isdigit() else 1.0)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from rollmill.engine.book import PageBook
+from rollmill.engine.constrain import Guide
 from rollmill.engine.forward import Forward, Sampled
 from rollmill.engine.metrics import Metrics
 from rollmill.engine.protocol import (
@@ -145,12 +146,17 @@ class Engine:
         *,
         streams: bool = False,
         score_from: int | None = None,
+        guide: Guide | None = None,
     ) -> Sequence:
-        """Queue a request. `on_update` hears every step's tokens when `streams`, and always the end."""
+        """Queue a request. `on_update` hears of every step's tokens when `streams`, and always the end. A request with a constraint
+        comes with its `guide`, see `Constraints`.
+        """
         # Nothing is sampled behind what is only scored.
         request.check(vocab_size=self.config.vocab_size, max_len=self.max_len + (score_from is not None))
         if request.routes_from is not None and self.config.moe is None:
             raise ValueError("routes_from is set, but this model has no experts; leave it out")
+        if (request.constraint is None) != (guide is None):
+            raise ValueError("a request with a constraint needs the guide that was compiled from it, and only such a request has one")
         seed = request.seed if request.seed is not None else secrets.randbits(63)
         seq = Sequence(
             key=next(self._keys),
@@ -160,6 +166,7 @@ class Engine:
             on_update=on_update,
             streams=streams,
             score_from=score_from,
+            guide=guide,
         )
         with self._cond:
             if self.phase is not EnginePhase.SERVING or self._stopping:
@@ -173,12 +180,12 @@ class Engine:
             self._cond.notify()
         return seq
 
-    def generate(self, request: GenerateRequest) -> Future[GenerateReply]:
+    def generate(self, request: GenerateRequest, *, guide: Guide | None = None) -> Future[GenerateReply]:
         """Queue a request and get its reply later."""
         future: Future[GenerateReply] = Future()
         # A future that can be cancelled could not be given its result; `cancel` is for requests.
         future.set_running_or_notify_cancel()
-        self.submit(request, lambda seq, update: future.set_result(reply_of(seq, self.replica)))
+        self.submit(request, lambda seq, update: future.set_result(reply_of(seq, self.replica)), guide=guide)
         return future
 
     def score(self, request: ScoreRequest) -> Future[ScoreReply]:
@@ -231,6 +238,7 @@ class Engine:
             kv_used_frac=1 - self.scheduler.book.num_available / self.scheduler.book.num_pages,
             version=self.version,
             tokens_per_s=self.metrics.tokens_per_s(time.monotonic()),
+            max_len=self.max_len,
         )
 
     def health(self) -> Health:
@@ -313,9 +321,10 @@ class Engine:
         now = time.monotonic()
         ended = self._append(sampled, now)
         ended += [(c.seq, self._scored(c.seq)) for c in step.chunks if c.seq.score_from is not None and c.end == len(c.seq.tokens)]
-        updates: Posted = [(seq, self._news(seq)) for seq in sampled.seqs if seq.streams and seq.num_sent < seq.num_sampled]
+        updates: Posted = []
         if ended:
             self._finish(ended, updates)
+        updates += [(seq, self._news(seq)) for seq in sampled.seqs if seq.streams and seq.state is SequenceState.RUNNING]
         self.metrics.count_tokens(len(sampled.ids), now)
         self._observe(step, now - began)
         if updates:
@@ -328,17 +337,17 @@ class Engine:
     def _append(self, sampled: Sampled, now: float) -> list[tuple[Sequence, FinishReason]]:
         """Give every sequence its token. Returns who ends by it, and why."""
         ended = []
-        for seq, token, logprob in zip(*sampled, strict=True):
+        for row, (seq, token, logprob) in enumerate(zip(sampled.seqs, sampled.ids, sampled.logprobs, strict=True)):
             if logprob != logprob:
                 ended.append((seq, FinishReason.ERROR))
                 continue
-            seq.tokens.append(token)
-            seq.logprobs.append(logprob)
+            if seq.guide is not None and not seq.guide.take(token):
+                ended.append((seq, FinishReason.CONSTRAINT))
+                continue
+            seq.add(token, logprob, sampled.tops.get(row))
             num_sampled = len(seq.logprobs)
             if num_sampled == 1:
                 seq.first_token_at = now
-            if not seq.is_clean and seq.stale_from is None:
-                seq.stale_from = num_sampled - 1
             if token in seq.stop_ids:
                 ended.append((seq, FinishReason.STOP))
             elif num_sampled >= seq.request.max_tokens:
@@ -347,10 +356,8 @@ class Engine:
                 ended.append((seq, FinishReason.CONTEXT))
         return ended
 
-    @staticmethod
-    def _news(seq: Sequence, finished: FinishReason | None = None) -> Update:
-        start, seq.num_sent = seq.num_sent, seq.num_sampled
-        return Update(token_ids=seq.tokens[seq.num_prompt + start :], logprobs=seq.logprobs[start:], finished=finished)
+    def _news(self, seq: Sequence, finished: FinishReason | None = None) -> Update:
+        return Update(num_sampled=seq.num_sampled, version=self.version, finished=finished)
 
     def _keep_routes(self, seq: Sequence) -> None:
         """Before its pages go: the experts of every token computed so far, unless known from an earlier time."""
@@ -487,6 +494,8 @@ def reply_of(seq: Sequence, replica: str = "") -> GenerateReply:
         stale_from=seq.stale_from,
         replica=replica,
         routes=seq.routes,
+        tops=seq.tops,
+        forced=seq.forced,
         timing=Timing(
             queue_s=(seq.admitted_at or seq.finished_at) - seq.arrived_at,
             first_token_s=seq.first_token_at - seq.arrived_at if seq.first_token_at else 0.0,

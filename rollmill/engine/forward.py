@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from rollmill.engine.constrain import Masks
 from rollmill.engine.fixed import BUCKETS, FixedStep
-from rollmill.engine.sampling import Lanes, keyed_uniform, sample, to_host
+from rollmill.engine.sampling import Lanes, keyed_uniform, most_likely, sample, to_host
 from rollmill.engine.scheduler import Chunk, Sequence, Step
 from rollmill.model import Model, PagedAttention, RecordedRoutes
 from rollmill.ops import PAGE, Pages, Spans, tempered
@@ -24,6 +25,8 @@ class Sampled(NamedTuple):
     seqs: list[Sequence]
     ids: list[int]
     logprobs: list[float]
+    tops: dict[int, list[tuple[int, float]]]
+    """By entry, for the sequences that want the most likely tokens told."""
 
 
 def _positions(seqs: list[Sequence]) -> np.ndarray:
@@ -51,6 +54,7 @@ class Forward:
             self._routes_SLK = np.full((num_pages * PAGE, c.num_layers, c.moe.top_k), -1, np.int16)
         self._lanes_for: list[Sequence] = []
         self._lanes: Lanes | None = None
+        self._masks: Masks | None = None
         self._steps: dict[int, FixedStep] = {}
         self._graph_memory = torch.cuda.graph_pool_handle() if model.embed.is_cuda else None
 
@@ -75,11 +79,29 @@ class Forward:
                 seqs.append(chunk.seq)
                 rows.append(at - 1)
         if not seqs:
-            return Sampled([], [], [])
+            return Sampled([], [], [], {})
         hidden_ND = hidden_TD if len(rows) == len(hidden_TD) else hidden_TD[torch.tensor(rows, device=hidden_TD.device)]
-        logits_NV, lanes = self.model.logits(hidden_ND), self._lanes_of(seqs)
-        ids, logprobs = sample(self.model.ops, tempered(logits_NV, lanes.temperature_N), lanes, _positions(seqs))
-        return Sampled(seqs, ids, logprobs)
+        lanes = self._lanes_of(seqs)
+        return self._sample(seqs, tempered(self.model.logits(hidden_ND), lanes.temperature_N), lanes)
+
+    def _sample(self, seqs: list[Sequence], logits_NV: torch.Tensor, lanes: Lanes) -> Sampled:
+        # On a GPU the forward is still under way while the masks are made.
+        mask_RW = self._mask(seqs, lanes) if lanes.guided else None
+        ids, logprobs = sample(self.model.ops, logits_NV, lanes, _positions(seqs), mask_RW)
+        return Sampled(seqs, ids, logprobs, self._tops(seqs, logits_NV, lanes))
+
+    def _mask(self, seqs: list[Sequence], lanes: Lanes) -> np.ndarray:
+        if self._masks is None:
+            self._masks = Masks(self.model.config.vocab_size)
+        return self._masks.fill([guide for row in lanes.guided if (guide := seqs[row].guide) is not None])
+
+    def _tops(self, seqs: list[Sequence], logits_NV: torch.Tensor, lanes: Lanes) -> dict[int, list[tuple[int, float]]]:
+        if not lanes.topped:
+            return {}
+        wanted = {row: seqs[row].request.num_top for row in lanes.topped}
+        rows_R = torch.tensor(lanes.topped, device=logits_NV.device)
+        tops = most_likely(self.model.ops, logits_NV[rows_R], max(wanted.values()))
+        return {row: top[:num] for (row, num), top in zip(wanted.items(), tops, strict=True)}
 
     def _decode(self, chunks: list[Chunk]) -> Sampled:
         seqs = [c.seq for c in chunks]
@@ -102,9 +124,11 @@ class Forward:
         if self._routes_SLK is not None and out.routes_BLK is not None:
             slots_N = [pages[c.start // PAGE] * PAGE + c.start % PAGE for pages, c in zip(held, chunks, strict=True)]
             self._routes_SLK[slots_N] = out.routes_BLK[: len(seqs)].cpu().numpy()
-        if lanes.is_cut:
-            return Sampled(seqs, *sample(self.model.ops, out.logits_BV[: len(seqs)], lanes, _positions(seqs)))
-        return Sampled(seqs, *to_host(out.ids_B[: len(seqs)], out.logprobs_B[: len(seqs)]))
+        logits_NV = out.logits_BV[: len(seqs)]
+        if lanes.is_cut or lanes.guided:
+            return self._sample(seqs, logits_NV, lanes)
+        ids, logprobs = to_host(out.ids_B[: len(seqs)], out.logprobs_B[: len(seqs)])
+        return Sampled(seqs, ids, logprobs, self._tops(seqs, logits_NV, lanes))
 
     def _hidden(self, chunks: list[Chunk]) -> torch.Tensor:
         device = self.model.embed.device
@@ -146,6 +170,8 @@ class Forward:
                 top_p_N=np.array([s.request.top_p for s in seqs], np.float64),
                 top_k_N=np.array([s.request.top_k for s in seqs], np.int64),
                 seed_N=np.array([s.seed for s in seqs], np.int64),
+                guided=[row for row, s in enumerate(seqs) if s.guide is not None],
+                topped=[row for row, s in enumerate(seqs) if s.request.num_top],
             )
         return self._lanes
 

@@ -1,4 +1,4 @@
-"""The records of the native generate endpoint and their range checks; imports no torch, so that any process may speak to an engine.
+"""The records of the native endpoints and their range checks; imports no torch, so that any process may speak to an engine.
 
 Logprobs travel as raw little-endian float32 bytes (base64 inside JSON), so that what the sampler computed arrives bit for bit.
 """
@@ -14,7 +14,10 @@ import numpy as np
 PROTOCOL_SCHEMA = 1
 MSGPACK = "application/msgpack"
 JSON = "application/json"
+FRAMES = "application/octet-stream"
 MAX_SEED = 2**63 - 1
+MAX_TOP = 20
+MAX_CONSTRAINT_CHARS = 256 * 1024
 
 
 class FinishReason(StrEnum):
@@ -32,8 +35,32 @@ class FinishReason(StrEnum):
     """The client went away, or the engine was shut down."""
     VERSION = "version"
     """The weights were swapped beneath a request that asked for `exact_version`; the server answers 409."""
+    CONSTRAINT = "constraint"
+    """The constraint has no way on from the tokens sampled so far, or became too complex; the server answers 400."""
     ERROR = "error"
     """The model produced a logit that is not a number."""
+
+
+class ConstraintKind(StrEnum):
+    """How the text of a constraint is to be read."""
+
+    JSON_SCHEMA = "json_schema"
+    """A JSON schema; the sampled text is one JSON value that follows it."""
+    REGEX = "regex"
+    """A regular expression (Rust syntax, no look-around) that the whole sampled text matches."""
+    LARK = "lark"
+    """A grammar in llguidance's dialect of Lark; the sampled text is one `start`."""
+
+
+class Constraint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The sampled text, up to its stop token, must follow this.
+
+    >>> Constraint(kind=ConstraintKind.REGEX, text="yes|no").kind
+    <ConstraintKind.REGEX: 'regex'>
+    """
+
+    kind: ConstraintKind
+    text: str
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,6 +97,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Seconds after arrival at which the request ends with what it has."""
     routes_from: int | None = None
     """Record the experts of tokens from this position of prompt + sampled on; None: none."""
+    num_top: int = 0
+    """Report this many most likely tokens beside every sampled one, 0 to 20."""
+    constraint: Constraint | None = None
+    """Sample only what this allows; `stop_ids` must hold the token that ends the text."""
+    constraint_from: int | None = None
+    """Position of `prompt_ids` where the constrained text began, when sampled tokens are part of the prompt; None: at its end."""
 
     def check(self, *, vocab_size: int, max_len: int) -> None:
         """Raise ValueError, naming field and value, for what this engine cannot serve."""
@@ -103,6 +136,21 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ValueError(f"routes_from is {self.routes_from}, the prompt has {len(self.prompt_ids)} tokens")
         if self.deadline_s is not None and not 0 < self.deadline_s <= 86400:
             raise ValueError(f"deadline_s is {self.deadline_s}, it must be above 0 and at most 86400")
+        if not 0 <= self.num_top <= MAX_TOP:
+            raise ValueError(f"num_top is {self.num_top}, it must be between 0 and {MAX_TOP}")
+        self._check_constraint()
+
+    def _check_constraint(self) -> None:
+        if self.constraint is None:
+            if self.constraint_from is not None:
+                raise ValueError(f"constraint_from is {self.constraint_from}, but there is no constraint; leave it out or send one")
+            return
+        if not self.stop_ids:
+            raise ValueError("constraint is set and stop_ids is empty; send the token that ends the constrained text")
+        if len(self.constraint.text) > MAX_CONSTRAINT_CHARS:
+            raise ValueError(f"constraint.text has {len(self.constraint.text)} characters, at most {MAX_CONSTRAINT_CHARS} are compiled")
+        if self.constraint_from is not None and not 0 <= self.constraint_from <= len(self.prompt_ids):
+            raise ValueError(f"constraint_from is {self.constraint_from}, the prompt has {len(self.prompt_ids)} tokens")
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -145,6 +193,10 @@ class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):
     routes: bytes = b""
     """Route record of tokens routes_from .. prompt + sampled - 1, one row per computed token; the last sampled token has no row
     since it was never computed. Empty when none was asked for or the model has no experts."""
+    tops: list[list[tuple[int, float]]] = []
+    """Per sampled token its `num_top` most likely (token, logprob), likeliest first, of the distribution that `logprobs` speaks of."""
+    forced: list[tuple[int, int]] = []
+    """Sampled tokens [start, end) where the constraint left one choice: nothing is to be learnt there."""
     timing: Timing
 
     @property
@@ -158,6 +210,37 @@ class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):
         for span in self.spans:
             out[span.start : span.end] = span.version
         return out
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of a stream since the last piece, all of one weight version."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """float32 values, as in the reply."""
+    version: int
+    """As stamped by the step that sampled them."""
+    tops: list[list[tuple[int, float]]] = []
+    """As in the reply."""
+
+
+class StreamError(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a stream ended before its time: what the status line would have said."""
+
+    status: int
+    message: str
+    version: int
+    """The served one."""
+
+
+class StreamFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One frame of `/v1/stream`: 4 bytes of length, little-endian, then this as MessagePack; exactly one field is set. A stream
+    ends with `reply` or `error`; one that ends otherwise was cut off.
+    """
+
+    piece: Piece | None = None
+    reply: GenerateReply | None = None
+    error: StreamError | None = None
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -232,6 +315,8 @@ class Pressure(msgspec.Struct, frozen=True, kw_only=True):
     """Served weight version; -1 before the first."""
     tokens_per_s: float
     """Sampled tokens over the last seconds."""
+    max_len: int = 0
+    """Context length in tokens, prompt and sampled together; 0: not told."""
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):

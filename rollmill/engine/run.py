@@ -4,57 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import uvicorn
-from starlette.applications import Starlette
-
+from rollmill.engine.constrain import Constraints
 from rollmill.engine.engine import Engine, EnginePhase, Posted, deliver
 from rollmill.engine.protocol import SwapMode
 from rollmill.engine.server import make_app
 from rollmill.engine.service import Service
 from rollmill.engine.swap import WeightWatch, follower_of
-from rollmill.model import Tokenizer, compute_dtype, load_model
+from rollmill.model import ModelConfig, Tokenizer, compute_dtype, load_model
+from rollmill.web import Server, bind
 from rollmill.weights import WeightStore
 from rollmill.weights.peer import peer_app
 
 log = logging.getLogger(__name__)
-GRACEFUL_S = 5
 SWITCH_S = 2e-4
-
-
-class _Server(uvicorn.Server):
-    """Says when it listens."""
-
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_ready = on_ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._on_ready()
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; 0 lets the system choose the port."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-        # Listening at once turns a second bind to the same port away here, with a clear text, instead of later.
-        sock.listen(2048)
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE:
-            text = f"port {port} on {host} is in use; stop what listens there, or set another port (0 chooses a free one)"
-            raise OSError(errno.EADDRINUSE, text) from error
-        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}; set another host or port") from error
-    return sock
 
 
 async def run_engine(
@@ -100,7 +68,6 @@ async def run_engine(
         model, config = await asyncio.to_thread(
             load_model, model_path, device=device, compute_dtype=compute_dtype(device), numerics=numerics
         )
-        tokenizer = Tokenizer(model_path) if (model_path / "tokenizer.json").is_file() else None
         engine = Engine(
             model,
             config,
@@ -116,24 +83,25 @@ async def run_engine(
             post=post,
             on_failed=leave,
         )
-        stop_ids = frozenset(config.eos_token_ids) | (tokenizer.stop_ids if tokenizer else frozenset())
         url = f"http://{host}:{bound_port}" if peers else ""
         follower = follower_of(store, model, replica=replica, url=url) if store is not None else None
         more = peer_app(follower.live, follower).routes if peers and follower is not None else []
-        app = make_app(Service(engine=engine, tokenizer=tokenizer, model_name=model_name or model_path.name, stop_ids=stop_ids), more)
-        server = _Server(_http_settings(app), lambda: on_ready(bound_port) if on_ready else None)
+        service = Service(engine=engine, constraints=_constraints(model_path, config), model_name=model_name or model_path.name)
+        server = Server(make_app(service, more), lambda: on_ready(bound_port) if on_ready else None)
         watch = WeightWatch(engine, follower) if follower is not None else None
         log.info("engine listens on %s:%d", host, bound_port)
-        await _serve(server, sock, engine, watch)
+        with contextlib.closing(service.constraints):
+            await _serve(server, sock, engine, watch)
 
 
-def _http_settings(app: Starlette) -> uvicorn.Config:
-    return uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=GRACEFUL_S, timeout_keep_alive=75
-    )
+def _constraints(model_path: Path, config: ModelConfig) -> Constraints:
+    file, eos_ids = model_path / "tokenizer.json", frozenset(config.eos_token_ids)
+    if not file.is_file():
+        return Constraints(None, vocab_size=config.vocab_size, eos_ids=eos_ids)
+    return Constraints(file, vocab_size=config.vocab_size, eos_ids=eos_ids or Tokenizer(model_path).stop_ids)
 
 
-async def _serve(server: _Server, sock: socket.socket, engine: Engine, watch: WeightWatch | None) -> None:
+async def _serve(server: Server, sock: socket.socket, engine: Engine, watch: WeightWatch | None) -> None:
     engine.start()
     if watch:
         watch.start()

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from rollmill.engine.book import Holding, OutOfPages, PageBook
+from rollmill.engine.constrain import Guide
 from rollmill.engine.protocol import FinishReason, GenerateRequest, VersionSpan
 from rollmill.ops.base import PAGE
 
@@ -32,10 +33,12 @@ class SequenceState(StrEnum):
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step added to one sequence; the last update carries the finish reason."""
+    """A sequence got on; the last update carries the finish reason. The tokens themselves stand in the sequence, which only grows."""
 
-    token_ids: list[int]
-    logprobs: list[float]
+    num_sampled: int
+    """Tokens it has by now."""
+    version: int
+    """Of the weights that sampled those since the last update."""
     finished: FinishReason | None = None
 
 
@@ -52,10 +55,11 @@ class Sequence:
         on_update: Callable[[Sequence, Update], None],
         streams: bool,
         score_from: int | None = None,
+        guide: Guide | None = None,
     ) -> None:
         """With `score_from` nothing is sampled: `logprobs` are those of the prompt's own tokens from that position on."""
         self.key, self.request, self.seed, self.arrived_at = key, request, seed, arrived_at
-        self.on_update, self.streams, self.score_from = on_update, streams, score_from
+        self.on_update, self.streams, self.score_from, self.guide = on_update, streams, score_from, guide
         self.deadline_at = arrived_at + request.deadline_s if request.deadline_s is not None else None
         self.stop_ids = frozenset(request.stop_ids)
         self.tokens = list(request.prompt_ids)
@@ -63,9 +67,11 @@ class Sequence:
         self.num_computed = 0
         """Tokens whose keys and values are in its pages."""
         self.num_reused = 0
-        self.num_sent = 0
         self.holding: Holding | None = None
         self.logprobs: list[float] = []
+        self.tops: list[list[tuple[int, float]]] = []
+        self.forced: list[tuple[int, int]] = []
+        """Sampled tokens [start, end) that were the only ones allowed."""
         self.spans: list[VersionSpan] = []
         self.is_clean = True
         """Whether every key and value of its pages came from the served weights."""
@@ -89,6 +95,19 @@ class Sequence:
     def max_shared(self) -> int:
         """Leading tokens whose hidden states nobody asks for. The last token is always computed: it is what is sampled from."""
         return len(self.tokens) - 1 if self.score_from is None else max(self.score_from - 1, 0)
+
+    def add(self, token: int, logprob: float, top: list[tuple[int, float]] | None) -> None:
+        """One more sampled token."""
+        if self.guide is not None and self.guide.is_forced:
+            at = self.num_sampled
+            start = self.forced.pop()[0] if self.forced and self.forced[-1][1] == at else at
+            self.forced.append((start, at + 1))
+        if not self.is_clean and self.stale_from is None:
+            self.stale_from = self.num_sampled
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if top is not None:
+            self.tops.append(top)
 
     def stamp(self, version: int) -> None:
         """Attribute the tokens sampled since the last stamp to `version`."""

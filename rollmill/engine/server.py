@@ -1,11 +1,12 @@
-"""The engine's HTTP face: the native endpoints, health, metrics and pressure; the OpenAI ones are in `openai_api`.
+"""The engine's HTTP face: tokens in, tokens out, whole or as a stream; health, metrics and pressure. Knows no text.
 
 The event loop only moves bytes; all computing happens in the engine's thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
 from typing import TypeVar
 
 import msgspec
@@ -16,12 +17,23 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from rollmill.engine.calls import ApiError, Calls, ClientGone, while_connected
+from rollmill.engine.calls import Call, open_call
 from rollmill.engine.engine import EnginePhase, reply_of, score_of
-from rollmill.engine.http_edge import PolicyVersion, decode_json, decode_msgpack, error_response, gone_response, json_response, read_body
-from rollmill.engine.openai_api import chat_completions, completions
-from rollmill.engine.protocol import JSON, MSGPACK, FinishReason, GenerateReply, GenerateRequest, ScoreReply, ScoreRequest
+from rollmill.engine.protocol import FRAMES, JSON, MSGPACK, FinishReason, GenerateRequest, ScoreRequest, StreamError, StreamFrame
 from rollmill.engine.service import Service
+from rollmill.web import (
+    ApiError,
+    ClientGone,
+    EventStream,
+    PolicyVersion,
+    decode_json,
+    decode_msgpack,
+    error_response,
+    gone_response,
+    json_response,
+    read_body,
+    while_connected,
+)
 
 S = TypeVar("S")
 
@@ -29,14 +41,55 @@ S = TypeVar("S")
 async def generate(http: Request) -> Response:
     service: Service = http.app.state.service
     kind, request = await _read(http, GenerateRequest)
-    calls = Calls(service.engine, [request], streams=False)
+    call = await open_call(service, request, streams=False)
+    await _end_of(http, call)
+    return _native(kind, reply_of(call.seq, service.engine.replica))
 
-    async def finish() -> GenerateReply:
-        async for _ in calls:
-            pass
-        return reply_of(calls.seqs[0], service.engine.replica)
 
-    return _native(kind, await while_connected(http, calls, finish()))
+async def stream(http: Request) -> Response:
+    """Frames, see `StreamFrame`. What goes wrong before the first token still has a status of its own."""
+    service: Service = http.app.state.service
+    _, request = await _read(http, GenerateRequest)
+    call = await open_call(service, request, streams=True)
+    frames = _frames(call, service.engine.replica)
+    with ExitStack() as undo:
+        undo.callback(call.cancel)
+        first = await while_connected(http, _next(frames))
+        undo.pop_all()
+
+    def failed(error: ApiError) -> bytes:
+        return _frame(StreamFrame(error=StreamError(status=error.status_code, message=error.detail, version=service.engine.version)))
+
+    return EventStream(_after(first, frames), on_end=call.cancel, on_error=failed, content_type=FRAMES)
+
+
+def _frame(frame: StreamFrame) -> bytes:
+    body = msgspec.msgpack.encode(frame)
+    return len(body).to_bytes(4, "little") + body
+
+
+async def _frames(call: Call, replica: str) -> AsyncIterator[bytes]:
+    async for piece in call.pieces():
+        yield _frame(StreamFrame(piece=piece))
+    yield _frame(StreamFrame(reply=reply_of(call.seq, replica)))
+
+
+async def _next(frames: AsyncIterator[bytes]) -> bytes:
+    return await anext(frames)
+
+
+async def _after(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for frame in rest:
+        yield frame
+
+
+async def _end_of(http: Request, call: Call) -> FinishReason:
+    """Wait for it, but free the row as soon as the client leaves or anything fails."""
+    try:
+        return await while_connected(http, call.ended())
+    finally:
+        call.cancel()
 
 
 async def score(http: Request) -> Response:
@@ -46,15 +99,10 @@ async def score(http: Request) -> Response:
         as_generate = request.as_generate()
     except ValueError as error:
         raise ApiError(400, str(error)) from error
-    calls = Calls(service.engine, [as_generate], streams=False, score_from=request.start)
-
-    async def finish() -> ScoreReply:
-        async for _, update in calls:
-            if update.finished is FinishReason.DEADLINE:
-                raise ApiError(408, f"the tokens were not scored within {request.deadline_s} s")
-        return score_of(calls.seqs[0])
-
-    return _native(kind, await while_connected(http, calls, finish()))
+    call = Call(service.engine, as_generate, score_from=request.start)
+    if await _end_of(http, call) is FinishReason.DEADLINE:
+        raise ApiError(408, f"the tokens were not scored within {request.deadline_s} s")
+    return _native(kind, score_of(call.seq))
 
 
 async def _read(http: Request, shape: type[S]) -> tuple[str, S]:
@@ -90,14 +138,19 @@ async def models(http: Request) -> Response:
     return json_response({"object": "list", "data": [entry]})
 
 
+async def _refused(http: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    http.app.state.service.engine.metrics.refused.labels(str(error.status_code)).inc()
+    return error_response(error)
+
+
 def make_app(service: Service, more: Sequence[BaseRoute] = ()) -> Starlette:
     """The application, with `more` routes beside the engine's own; the caller starts and closes the engine."""
     app = Starlette(
         routes=[
             Route("/v1/generate", generate, methods=["POST"]),
+            Route("/v1/stream", stream, methods=["POST"]),
             Route("/v1/score", score, methods=["POST"]),
-            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-            Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/pressure", pressure),
             Route("/health", health),
@@ -105,7 +158,7 @@ def make_app(service: Service, more: Sequence[BaseRoute] = ()) -> Starlette:
             *more,
         ],
         middleware=[Middleware(PolicyVersion, current=lambda: service.engine.version)],
-        exception_handlers={HTTPException: error_response, ClientGone: gone_response, ClientDisconnect: gone_response},
+        exception_handlers={HTTPException: _refused, ClientGone: gone_response, ClientDisconnect: gone_response},
     )
     app.state.service = service
     return app

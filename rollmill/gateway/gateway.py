@@ -1,84 +1,251 @@
-"""Routes one generate call to a replica and tries again where that is token-safe; lives in the rollout process.
+"""From a call in no dialect to requests that replicas understand: where it belongs, what it may sample, which weights must answer.
 
-A call is token-safe to repeat because it carries its whole prompt and a failed one returned nothing. A replica that is
-down, full or on a wrong version is waited for until the call's deadline; then, or at once when a replica refuses the call
-itself, the failure is the model's, never a reward.
+Knows no wire format and no client. Over HTTP it is reached through `server`; the default harness holds a `Session` and never leaves
+the process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-import zlib
-from collections.abc import Callable
+from collections import Counter
+from typing import Any, NamedTuple
 
 import msgspec
+from blake3 import blake3
 
-from rollmill.engine.client import EngineClient, EngineRejected, EngineUnavailable, VersionUnmet
-from rollmill.engine.protocol import GenerateReply, GenerateRequest, Pressure
+from rollmill.chat.format import ChatFormat
+from rollmill.chat.messages import ChatRole
+from rollmill.chat.reader import AnswerReader
+from rollmill.engine.protocol import GenerateRequest
+from rollmill.gateway.answering import Answering, Slot
+from rollmill.gateway.call import Ask, ChatCall, TextCall, ToolChoice
+from rollmill.gateway.call_rows import EpisodeRecord
+from rollmill.gateway.constraints import constraint_of
+from rollmill.gateway.dialect import MAX_TOKENS
+from rollmill.gateway.episode import Episode, Episodes
+from rollmill.gateway.pins import Pins
+from rollmill.gateway.placement import EpisodeClosed, EpisodeFull, Placement, Sampling
+from rollmill.gateway.record import Recorder
+from rollmill.gateway.replicas import NoAnswer, Replicas
 from rollmill.gateway.session import Session
-from rollmill.model.tokenizer import Tokenizer
-from rollmill.records import Boundary, RunFailure
-from rollmill.telemetry import Waits
+from rollmill.web import ApiError
 
-RETRY_S = 0.2
+# Encoding a text of this many characters takes about a millisecond; longer ones leave the event loop.
+INLINE_CHARS = 10_000
+
+
+class _Prompt(NamedTuple):
+    ids: list[int]
+    placement: Placement | None = None
 
 
 class Gateway:
-    """Owns the connections. `replicas` names the base URLs that are in rotation now; it may change at any time."""
+    """Owns the episodes and the way to the replicas.
 
-    def __init__(self, tokenizer: Tokenizer, replicas: Callable[[], list[str]], waits: Waits, *, wants_routes: bool = False) -> None:
-        """`wants_routes`: sessions ask for the experts of every token, which a trainer that replays them needs."""
-        self.tokenizer, self._replicas, self._waits, self.wants_routes = tokenizer, replicas, waits, wants_routes
-        self._clients: dict[str, EngineClient] = {}
-        self.num_retries = 0
+    `name` is what the policy is called in model names; `pins` says which weights a name means.
+    """
+
+    def __init__(
+        self,
+        chat: ChatFormat,
+        replicas: Replicas,
+        *,
+        name: str = "policy",
+        pins: Pins | None = None,
+        wants_routes: bool = False,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """`wants_routes`: episodes ask for the experts of every token, which a trainer that replays them needs."""
+        self.chat, self.replicas, self.name, self.recorder = chat, replicas, name, recorder
+        self._pins = pins if pins is not None else Pins(name)
+        self.wants_routes = wants_routes
+        self.episodes = Episodes(chat)
+        self.ended_tally: Counter[str] = Counter()
+        """What happened in the episodes that have ended, all together."""
+        self._stop_ids = sorted(chat.tokenizer.stop_ids)
+        self._running: dict[str, set[Answering]] = {}
 
     def open_session(self, key: str, *, seed: int, temperature: float, min_version: int | None = None) -> Session:
-        return Session(self, key, seed=seed, temperature=temperature, min_version=min_version)
+        """A conversation of the default harness."""
+        episode = Episode(
+            key,
+            self.chat,
+            seed=seed,
+            sampling=Sampling(temperature=temperature),
+            min_version=min_version,
+            wants_routes=self.wants_routes,
+        )
+        return Session(episode, self.replicas)
 
-    async def generate(self, request: GenerateRequest, *, deadline: float) -> GenerateReply:
-        """Sample on the replica this session belongs to, on another when that one fails."""
-        last = "none: the call came after its deadline"
-        # Not `hash`, which is salted per process: a run repeated with one seed sends each conversation the same way.
-        home = zlib.crc32((request.session or "").encode())
-        with self._waits.of("policy", owner="engine", deadline_s=max(0.0, deadline - time.monotonic())):
-            for attempt in range(1_000_000):
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    break
-                urls = sorted(self._replicas())
-                pause_s, last = RETRY_S, last if urls else "no replica is in rotation"
-                if urls:
-                    # The session key decides first, so that a conversation finds its cache; a failure moves on by one.
-                    url = urls[(home + attempt) % len(urls)]
-                    try:
-                        reply = await asyncio.wait_for(self._client(url).generate(request), left_s)
-                        # A replica that gives no name of its own goes by its address.
-                        return reply if reply.replica else msgspec.structs.replace(reply, replica=url.rpartition("//")[2])
-                    except TimeoutError:
-                        last = "the replica did not answer in time"
-                    except VersionUnmet as error:
-                        last = str(error)
-                    except EngineUnavailable as error:
-                        last, pause_s = str(error), min(error.retry_after_s, 1.0)
-                    except EngineRejected as error:
-                        raise RunFailure(Boundary.MODEL, str(error)) from error
-                self.num_retries += 1
-                await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
-        raise RunFailure(Boundary.MODEL, f"no answer before the deadline; the last problem was: {last}")
+    def answer(self, call: ChatCall | TextCall, episode: Episode | None, *, deadline: float, queue: str = "") -> Answering:
+        """Nothing is sent before it is awaited. `deadline`: in `time.monotonic` seconds. `queue`: whose line to wait in at a replica."""
+        return Answering(self, call, episode, deadline=deadline, queue=queue)
 
-    async def pressures(self) -> list[Pressure]:
-        """How busy the replicas are; those that do not answer are left out. Replicas that left are forgotten here."""
-        for url in set(self._clients) - set(self._replicas()):
-            await self._clients.pop(url).aclose()
-        found = await asyncio.gather(*(self._client(url).pressure() for url in self._replicas()), return_exceptions=True)
-        return [p for p in found if isinstance(p, Pressure)]
+    def open_episode(self, key: str, *, is_owned: bool = False, **options: Any) -> Episode:
+        """A new episode; `options` are those of `Episode`. ValueError when the key was used before."""
+        episode = self.episodes.open(key, is_owned=is_owned, wants_routes=self.wants_routes, **options)
+        if self.recorder is not None:
+            said = {name: msgspec.to_builtins(value) for name, value in options.items()}
+            self.recorder.put(EpisodeRecord(key=key, at=time.time(), is_open=True, options=said))
+        return episode
 
-    def _client(self, url: str) -> EngineClient:
-        if url not in self._clients:
-            self._clients[url] = EngineClient(url)
-        return self._clients[url]
+    def end_episode(self, key: str) -> Episode | None:
+        """Close it and stop what still runs in it: nothing is sampled for it any more. None when it is not open."""
+        episode = self.episodes.close(key)
+        if episode is not None:
+            self._ended(episode)
+        for answering in list(self._running.get(key, ())):
+            answering.end(closed_error(key))
+        return episode
+
+    def sweep(self, now: float) -> None:
+        """Close the episodes that nobody owns and nobody has used for long."""
+        for episode in self.episodes.sweep(now):
+            self._ended(episode)
+
+    def _ended(self, episode: Episode) -> None:
+        self.ended_tally += episode.tally
+        if self.recorder is not None:
+            self.recorder.put(EpisodeRecord(key=episode.key, at=time.time(), is_open=False))
+
+    def watch(self, answering: Answering) -> None:
+        if answering.episode is not None:
+            self._running.setdefault(answering.episode.key, set()).add(answering)
+
+    def unwatch(self, answering: Answering) -> None:
+        if answering.episode is None:
+            return
+        running = self._running.get(answering.episode.key)
+        if running is not None:
+            running.discard(answering)
+            if not running:
+                del self._running[answering.episode.key]
+
+    async def slots(self, call: ChatCall | TextCall, episode: Episode | None, *, queue: str) -> list[Slot]:
+        """One request per choice, prompt by prompt."""
+        if episode is not None and episode.is_closed:
+            raise closed_error(episode.key)
+        version = await self._version(call.model, is_any=episode is not None)
+        try:
+            prompts = await self._prompts(call, episode)
+            constraint = constraint_of(call, self.chat)
+        except EpisodeClosed as error:
+            raise closed_error(str(episode.key if episode is not None else "")) from error
+        except EpisodeFull as error:
+            raise ApiError(413, str(error)) from error
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            # A template runs on whatever shapes the client sent; what it trips over is the client's to mend.
+            raise ApiError(400, f"these messages cannot be rendered: {error or type(error).__name__}") from error
+        sampling = _sampling(call, episode)
+        session = episode.key if episode is not None else _opening(call)
+        slots: list[Slot] = []
+        for prompt in prompts:
+            for _ in range(call.num_choices):
+                request = GenerateRequest(
+                    prompt_ids=prompt.ids,
+                    max_tokens=call.max_tokens if call.max_tokens is not None else MAX_TOKENS,
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    seed=self._seed(call, episode, len(slots)),
+                    stop_ids=self._stop_ids,
+                    session=session,
+                    queue=queue,
+                    min_version=episode.min_version if episode is not None else None,
+                    exact_version=version,
+                    routes_from=prompt.placement.routes_from if prompt.placement is not None else None,
+                    num_top=call.num_top_logprobs or 0,
+                    constraint=constraint,
+                )
+                slots.append(Slot(request=request, placement=prompt.placement))
+        return slots
+
+    def reader(self, call: ChatCall | TextCall, prompt_ids: list[int]) -> AnswerReader:
+        if not isinstance(call, ChatCall):
+            return self.chat.text_reader(stops=call.stops)
+        tools = call.tools if call.tool_choice is not ToolChoice.NONE else ()
+        return self.chat.reader(stops=call.stops, has_tools=bool(tools), tools=tools, prompt_ids=prompt_ids)
+
+    async def _version(self, model: str, *, is_any: bool) -> int | None:
+        """The weight version a name asks for. Within an episode a foreign name means the policy: agents have theirs built in."""
+        if not model:
+            return None
+        try:
+            return await self._pins.resolve(model)
+        except ValueError as error:
+            if is_any and not model.startswith((f"{self.name}:", f"{self.name}@")):
+                return None
+            raise ApiError(404, str(error), extra={"param": "model", "code": "model_not_found"}) from error
+        except NoAnswer as error:
+            raise ApiError(503, error.reason, headers={"retry-after": "1"}, extra={"retryable": True}) from error
+
+    async def _prompts(self, call: ChatCall | TextCall, episode: Episode | None) -> list[_Prompt]:
+        """What is sampled from. Within an episode this happens here and now, so that its graph has one owner."""
+        if episode is not None:
+            return [_Prompt(p.prompt_ids, p) for p in self._placed(call, episode)]
+        if _num_chars(call) <= INLINE_CHARS:
+            return self._rendered(call)
+        return await asyncio.to_thread(self._rendered, call)
+
+    @staticmethod
+    def _placed(call: ChatCall | TextCall, episode: Episode) -> list[Placement]:
+        if isinstance(call, ChatCall):
+            return [episode.place(call.messages, call.tools)]
+        return [episode.place_text(p) if isinstance(p, str) else episode.place_ids(p) for p in call.prompts]
+
+    def _rendered(self, call: ChatCall | TextCall) -> list[_Prompt]:
+        if isinstance(call, ChatCall):
+            return [_Prompt(self.chat.first(call.messages, call.tools))]
+        return [_Prompt(self.chat.tokenizer.encode(p) if isinstance(p, str) else p) for p in call.prompts]
+
+    @staticmethod
+    def _seed(call: Ask, episode: Episode | None, index: int) -> int | None:
+        if episode is not None and (episode.sampling is not None or call.seed is None):
+            return episode.next_seed()
+        return None if call.seed is None else (call.seed + index) % 2**63
 
     async def close(self) -> None:
-        for client in self._clients.values():
-            await client.aclose()
+        for key in list(self._running):
+            self.end_episode(key)
+        await self.replicas.close()
+        if self.recorder is not None:
+            await self.recorder.close()
+
+
+def closed_error(key: str) -> ApiError:
+    return ApiError(410, f"episode {key!r} has ended; nothing is sampled for it any more")
+
+
+def _num_chars(call: ChatCall | TextCall) -> int:
+    if isinstance(call, ChatCall):
+        return sum(len(m.text) for m in call.messages)
+    return sum(len(p) for p in call.prompts if isinstance(p, str))
+
+
+def _opening(call: ChatCall | TextCall) -> str:
+    """What a conversation without an episode is known by: its first messages, so that its next turn finds the same replica's cache."""
+    opening = blake3()
+    if isinstance(call, ChatCall):
+        for message in call.messages:
+            opening.update(message.key())
+            if message.role is ChatRole.USER:
+                break
+    else:
+        opening.update(msgspec.msgpack.encode(call.prompts[0][:256]))
+    return opening.hexdigest(length=16)
+
+
+def _sampling(call: Ask, episode: Episode | None) -> Sampling:
+    """The episode's own where it has one, whatever the client wishes: what is trained must be sampled as the run says."""
+    if episode is None or episode.sampling is None:
+        return Sampling(
+            temperature=1.0 if call.temperature is None else call.temperature,
+            top_p=1.0 if call.top_p is None else call.top_p,
+            top_k=call.top_k or 0,
+        )
+    imposed = episode.sampling
+    wishes = ((call.temperature, imposed.temperature), (call.top_p, imposed.top_p), (call.top_k, imposed.top_k), (call.seed, None))
+    if any(wish is not None and wish != ours for wish, ours in wishes):
+        episode.tally["overridden"] += 1
+    return imposed

@@ -1,30 +1,35 @@
-"""One conversation, token-exact: what was sampled is kept as sampled, only what is new is rendered and encoded.
-
-The context of every call is the context of the call before, plus the sampled ids, plus the encoding of the text between.
-Nothing is ever re-tokenised, so the trained ids equal the sampled ones by construction.
-"""
+"""The default harness's own conversation: one that only grows, over an episode and the replicas that sample for it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
-from blake3 import blake3
 
-from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest
-from rollmill.model.route_record import RouteRecord
-from rollmill.records import Boundary, RunFailure, SourceSpan, Window
+from rollmill.chat.messages import ChatMessage, Tool
+from rollmill.engine.client import EngineRejected
+from rollmill.engine.protocol import FinishReason, GenerateRequest
+from rollmill.gateway.episode import Episode
+from rollmill.gateway.graph import Sample
+from rollmill.gateway.placement import Sampling
+from rollmill.gateway.replicas import NoAnswer, Replicas
+from rollmill.gateway.windows import window_of
+from rollmill.records import Boundary, RunFailure, Window
 
-if TYPE_CHECKING:
-    from rollmill.gateway.gateway import Gateway
+# Ends that are our own doing: what was sampled until then is no turn of the policy.
+BROKEN = (FinishReason.CANCELLED, FinishReason.ERROR, FinishReason.DEADLINE, FinishReason.VERSION)
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """What the policy said in one turn."""
 
     text: str
-    """Without the end-of-turn token."""
+    """All of it, tool calls as they were written, without the end-of-turn token."""
+    message: ChatMessage
+    """The same, tool calls and reasoning set apart."""
+    problems: tuple[str, ...] = ()
+    """Malformed tool calls, one line of advice each."""
     is_complete: bool
     """False when the turn was cut by a limit instead of ended by the policy."""
     num_tokens: int
@@ -38,130 +43,89 @@ class ContextFull(Exception):
 
 
 class Session:
-    """Grows one context window turn by turn."""
+    """Grows one conversation turn by turn."""
 
-    def __init__(self, gateway: Gateway, key: str, *, seed: int, temperature: float, min_version: int | None) -> None:
-        self._gateway, self._key, self._seed = gateway, key, seed
-        self._temperature, self._min_version = temperature, min_version
-        self.messages: list[dict[str, Any]] = []
-        self._tokens: list[int] = []
-        self._sampled: list[int] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
-        self._sources: list[SourceSpan] = []
-        self._stale: list[tuple[int, int]] = []
-        self._routes: list[RouteRecord] = []
-        self._num_routed = 0
-        self._num_turns = 0
-        self._oldest: int | None = None
+    def __init__(self, episode: Episode, replicas: Replicas) -> None:
+        self.episode, self._replicas = episode, replicas
+        self._said: list[ChatMessage] = []
+        self._at: Sample | None = None
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation so far, answers included, for people."""
+        return [m.as_template() for m in self._said]
 
     @property
     def num_tokens(self) -> int:
-        return len(self._tokens)
+        return self._at.prompt.end + len(self._at.ids) if self._at is not None else 0
 
     @property
     def oldest_version(self) -> int | None:
         """The oldest weight version among the tokens sampled so far."""
-        return self._oldest
+        return self.episode.oldest_version
 
-    async def reply(self, new: Sequence[dict[str, Any]], *, max_tokens: int, max_context: int, deadline: float) -> Reply:
-        """Append `new` messages and let the policy answer. The answer joins `messages` as plain text.
+    async def reply(
+        self,
+        new: Sequence[ChatMessage],
+        *,
+        max_tokens: int,
+        max_context: int,
+        deadline: float,
+        tools: Sequence[Tool] = (),
+        reads_calls: bool = True,
+    ) -> Reply:
+        """Append `new` messages and let the policy answer.
 
+        `tools` are what the model is told of; `reads_calls`: its answer is searched for tool calls, told of any or not.
         ContextFull when the prompt would reach `max_context` tokens, counted as the replica counts them.
         """
-        tokenizer = self._gateway.tokenizer
-        new = [{**m, "content": tokenizer.neutral(m["content"])} if isinstance(m.get("content"), str) else m for m in new]
-        if not self._tokens:
-            context = tokenizer.encode(tokenizer.render(new))
-        else:
-            context = tokenizer.encode(tokenizer.render_after(self.messages[:-1], new))
-            # The policy has closed its turn itself: the template's closing token would be a second one.
-            if context and self._tokens[-1] in tokenizer.stop_ids and context[0] == self._tokens[-1]:
-                context = context[1:]
-        if self.num_tokens + len(context) >= max_context:
-            raise ContextFull(self.num_tokens + len(context), max_context)
-        self._extend(context, [0] * len(context), [0.0] * len(context), [-1] * len(context))
-        self.messages.extend(new)
-        seed = int.from_bytes(blake3(f"{self._seed}/{self._key}/{self._num_turns}".encode()).digest(7), "little")
+        episode, chat = self.episode, self.episode.chat
+        placement = episode.place([*self._said, *new], tools)
+        if len(placement.prompt_ids) >= max_context:
+            raise ContextFull(len(placement.prompt_ids), max_context)
+        sampling = episode.sampling or Sampling()
         request = GenerateRequest(
-            prompt_ids=self._tokens,
+            prompt_ids=placement.prompt_ids,
             max_tokens=max_tokens,
-            temperature=self._temperature,
-            seed=seed,
-            stop_ids=sorted(tokenizer.stop_ids),
-            session=self._key,
-            min_version=self._min_version,
-            routes_from=self._num_routed if self._gateway.wants_routes else None,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=episode.next_seed(),
+            stop_ids=sorted(chat.tokenizer.stop_ids),
+            session=episode.key,
+            min_version=episode.min_version,
+            routes_from=placement.routes_from,
         )
-        answer = await self._gateway.generate(request, deadline=deadline)
-        if answer.finish_reason in (FinishReason.CANCELLED, FinishReason.ERROR, FinishReason.DEADLINE) or not answer.token_ids:
-            raise RunFailure(Boundary.MODEL, f"the replica ended the turn with {answer.finish_reason} after {len(answer.token_ids)} tokens")
+        try:
+            answer = await self._replicas.generate(request, deadline=deadline)
+        except (NoAnswer, EngineRejected) as error:
+            raise RunFailure(Boundary.MODEL, str(error)) from error
         ids = answer.token_ids
-        self._extend(ids, [1] * len(ids), answer.logprobs_T.tolist(), answer.versions_T.tolist())
-        self._keep_evidence(answer)
-        self._num_turns += 1
-        oldest = min(span.version for span in answer.spans)
-        self._oldest = oldest if self._oldest is None else min(self._oldest, oldest)
-        is_complete = ids[-1] in tokenizer.stop_ids
-        text = tokenizer.decode(ids[:-1] if is_complete else ids)
-        self.messages.append({"role": "assistant", "content": text})
-        return Reply(text=text, is_complete=is_complete, num_tokens=len(ids))
+        if answer.finish_reason in BROKEN or not ids:
+            raise RunFailure(Boundary.MODEL, f"the replica ended the turn with {answer.finish_reason} after {len(ids)} tokens")
+        reader = chat.reader(has_tools=reads_calls, tools=tools if reads_calls else (), prompt_ids=placement.prompt_ids)
+        reader.feed(ids, last=True)
+        message = reader.message()
+        sample = episode.add(placement, answer, message)
+        if sample is None:
+            raise RunFailure(Boundary.HARNESS, f"episode {episode.key} was closed while it was being played")
+        self._at = sample
+        self._said += [*new, message]
+        is_complete = ids[-1] in chat.tokenizer.stop_ids
+        text = chat.tokenizer.decode(ids[:-1] if is_complete else ids)
+        return Reply(text=text, message=message, problems=tuple(reader.problems), is_complete=is_complete, num_tokens=len(ids))
 
     def branch(self, key: str) -> Session:
         """Another conversation with the same past. What was sampled so far counts as context there: it is trained where it was sampled,
         and nowhere twice."""
-        other = Session(self._gateway, key, seed=self._seed, temperature=self._temperature, min_version=self._min_version)
-        other.messages = [dict(message) for message in self.messages]
-        num = self.num_tokens
-        other._extend(list(self._tokens), [0] * num, [0.0] * num, [-1] * num)
-        other._routes, other._num_routed, other._num_turns = list(self._routes), self._num_routed, self._num_turns
+        episode, at = self.episode.branch(key, self._at)
+        other = Session(episode, self._replicas)
+        other._said, other._at = list(self._said), at
         return other
 
     def window(self) -> Window:
         """The context so far, with the evidence."""
-        return Window.of(
-            tokens=self._tokens,
-            sampled=self._sampled,
-            logprobs=self._logprobs,
-            versions=self._versions,
-            routes=self._route_bytes(),
-            sources=tuple(self._sources),
-            stale=tuple(self._stale),
-        )
+        return window_of(self._at) if self._at is not None else Window.of(tokens=[], sampled=[], logprobs=[], versions=[])
 
-    def _route_bytes(self) -> bytes:
-        """One row per token. The last sampled token was never computed, nor was context that no call followed."""
-        if not self._routes:
-            return b""
-        tail = RouteRecord.missing(self._routes[0].shape, self.num_tokens - self._num_routed)
-        return RouteRecord.join([*self._routes, tail]).to_bytes()
-
-    def _keep_evidence(self, answer: GenerateReply) -> None:
-        """Who sampled this turn and on what, and the experts of what the call computed and the record does not have yet."""
-        start, end = self.num_tokens - len(answer.token_ids), self.num_tokens
-        if answer.stale_from is not None:
-            self._stale.append((start + answer.stale_from, end))
-        if self._sources and self._sources[-1].replica == answer.replica:
-            start = self._sources.pop().start
-        if answer.replica:
-            self._sources.append(SourceSpan(start, end, answer.replica))
-        if not answer.routes or not self._gateway.wants_routes:
-            # A replica that keeps no routes: the next call asks for these tokens again.
-            return
-        try:
-            record = RouteRecord.from_bytes(answer.routes)
-        except ValueError as error:
-            raise RunFailure(Boundary.MODEL, f"replica {answer.replica} sent routes that cannot be used: {error}") from error
-        if self._routes and record.shape != self._routes[0].shape:
-            raise RunFailure(Boundary.MODEL, f"replica {answer.replica} sent routes of another model: {record.shape}")
-        if record.num_tokens != end - 1 - self._num_routed:
-            asked = f"the {end - 1 - self._num_routed} tokens from {self._num_routed} on"
-            raise RunFailure(Boundary.MODEL, f"replica {answer.replica} sent routes of {record.num_tokens} tokens, asked for {asked}")
-        self._routes.append(record)
-        self._num_routed = end - 1
-
-    def _extend(self, tokens: list[int], sampled: list[int], logprobs: list[float], versions: list[int]) -> None:
-        self._tokens += tokens
-        self._sampled += sampled
-        self._logprobs += logprobs
-        self._versions += versions
+    def windows(self) -> tuple[Window, ...]:
+        return self.episode.windows()

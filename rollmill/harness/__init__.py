@@ -1,6 +1,28 @@
-"""The default agent loop and its tools over a sandbox."""
+"""The default agent loop, the toolsets it may use, and the default tools over a sandbox.
 
-from rollmill.harness.agent import AgentRun, Limits, Turn, go_on, run_agent
-from rollmill.harness.tools import TOOLS, CallError, ToolCall, parse_calls, run_tool
+Names are looked up when first used: a task family needs the toolset seam and neither the loop nor the gateway behind it.
+"""
 
-__all__ = ["TOOLS", "AgentRun", "CallError", "Limits", "ToolCall", "Turn", "go_on", "parse_calls", "run_agent", "run_tool"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollmill.harness.agent import AgentRun, AtTurn, Limits, Turn, default_tools, first_turn, go_on, run_agent
+    from rollmill.harness.tools import TOOLS, BoxTools
+    from rollmill.harness.toolset import SYSTEM, AgentSpec, CallError, FunctionTools, NoTools, Toolset
+
+__all__ = [
+    "SYSTEM", "TOOLS", "AgentRun", "AgentSpec", "AtTurn", "BoxTools", "CallError", "FunctionTools", "Limits", "NoTools", "Toolset", "Turn",
+    "default_tools", "first_turn", "go_on", "run_agent",
+]  # fmt: skip
+
+_HOMES = {"tools": ("TOOLS", "BoxTools"), "toolset": ("SYSTEM", "AgentSpec", "CallError", "FunctionTools", "NoTools", "Toolset")}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = next((home for home, names in _HOMES.items() if name in names), "agent")
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)

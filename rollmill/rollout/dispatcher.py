@@ -19,11 +19,12 @@ import msgspec
 
 from rollmill.config import RunConfig
 from rollmill.engine.protocol import Pressure
-from rollmill.gateway import Gateway, Session
+from rollmill.gateway import Gateway
 from rollmill.ledger import EpisodeRow, IllegalTransition, Ledger, Pacing, Progress, may_open
 from rollmill.records import CancelReason, DropReason, EpisodeState, GroupState, RunFailure, Task, encode
 from rollmill.rollout.concurrency import Concurrency
 from rollmill.rollout.episode import EpisodeRunner, Finished
+from rollmill.rollout.played import Seat
 from rollmill.tasks import TaskSource
 from rollmill.telemetry import Metrics, Waits
 
@@ -43,7 +44,7 @@ class EverythingFails(ValueError):
 
 class _Running(msgspec.Struct, kw_only=True):
     row: EpisodeRow
-    session: Session
+    session: Seat
     play: asyncio.Task[Finished]
     """The only part of an episode that may be cancelled: the record of how it ended is never interrupted."""
     started: float
@@ -166,7 +167,7 @@ class Dispatcher:
         self._endings.add(ending := asyncio.create_task(self._episode(running), name=f"{row.episode_id} end"))
         ending.add_done_callback(self._endings.discard)
 
-    async def _play(self, row: EpisodeRow, session: Session) -> Finished:
+    async def _play(self, row: EpisodeRow, session: Seat) -> Finished:
         limit_s = self._config.rollout.episode_s
         deadline = time.monotonic() + limit_s
         async with asyncio.timeout(limit_s + GRACE_S):
@@ -300,7 +301,7 @@ class Dispatcher:
         """Follow the replicas' pressure and report, for as long as the run lasts."""
         reported = time.monotonic()
         while True:
-            pressures = await self._gateway.pressures()
+            pressures = await self._gateway.replicas.pressures()
             self._served_version = min((p.version for p in pressures), default=-1)
             verdict = self._concurrency.observe(pressures, len(self._running))
             youngest = sorted(self._running.values(), key=lambda r: -r.started)[: verdict.num_to_cancel]
@@ -312,7 +313,7 @@ class Dispatcher:
             await asyncio.sleep(OBSERVE_S if self._config.run.mode == "async" else TICK_S)
 
     def _report(self, pressures: Sequence[Pressure] = ()) -> None:
-        totals = self._waits.totals_s()
+        totals, tally = self._waits.totals_s(), self._runner.tally
         self._metrics.write(
             {
                 "rollout/num_running": len(self._running),
@@ -326,7 +327,16 @@ class Dispatcher:
                 "engine/version": self._served_version,
                 "timing_s/wait_policy": totals.get("policy", 0.0),
                 "timing_s/wait_sandbox": totals.get("sandbox", 0.0),
-                "rollout/num_model_retries": self._gateway.num_retries,
+                "rollout/num_model_retries": self._gateway.replicas.num_retries,
+                "rollout/num_calls_appended": tally["appended"],
+                "rollout/num_calls_realigned": tally["realigned"],
+                "rollout/num_calls_forked": tally["forked"],
+                "rollout/num_calls_retried": tally["retried"],
+                "rollout/num_calls_abandoned": tally["abandoned"],
+                "rollout/num_calls_overridden": tally["overridden"],
+                "rollout/num_answers_orphaned": tally["orphaned"],
+                "rollout/skew_answer_frac": self._runner.skew.answer_frac,
+                "rollout/skew_token_frac": self._runner.skew.token_frac,
             },
             step=self._num_done,
         )

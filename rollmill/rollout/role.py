@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import msgspec
-
+from rollmill.chat.format import ChatFormat
 from rollmill.config import RunConfig
 from rollmill.gateway import Gateway
+from rollmill.gateway.replicas import Replicas
 from rollmill.harness import Limits
 from rollmill.ledger import Ledger
 from rollmill.model import Tokenizer
+from rollmill.rollout.cast import MakePlayer, players
 from rollmill.rollout.dispatcher import Dispatcher
 from rollmill.rollout.episode import EpisodeRunner
 from rollmill.rollout.evaluation import evaluate
+from rollmill.rollout.own import without_latency
 from rollmill.sandbox import open_backend
 from rollmill.tasks import TaskSource, open_family
 from rollmill.telemetry import Metrics, Waits
@@ -28,22 +30,23 @@ async def run_rollout(
     """One rollout process, from start or from wherever the ledger says an earlier one stopped."""
     family, r = open_family(config.tasks.family), config.rollout
     sandboxes = open_backend(r.sandbox)
-    gateway = Gateway(Tokenizer(config.model.path), replicas, waits, wants_routes=config.trainer.router_replay != "off")
+    chat = ChatFormat(Tokenizer(config.model.path))
+    wants_routes = config.trainer.router_replay != "off"
+    gateway = Gateway(chat, Replicas(replicas, waits), name=config.agent.model, wants_routes=wants_routes)
     limits = limits_of(config)
-    runner = EpisodeRunner(family, gateway, sandboxes, limits, waits)
     kinds, levels, seed = config.tasks.kinds, config.tasks.levels, config.run.seed
     train = TaskSource(family, split="train", seed=seed, kinds=kinds, levels=levels)
     heldout = TaskSource(family, split="heldout", seed=seed, kinds=kinds, levels=levels)
 
-    async def judge(label: str, version: int) -> None:
-        # Without the benchmark's artificial latency: it would change nothing but the wait.
-        quick = EpisodeRunner(family, gateway, sandboxes, _without_latency(limits), waits)
+    async def judge(make: MakePlayer, label: str, version: int) -> None:
+        quiet = without_latency(limits)
+        runner = EpisodeRunner(family, gateway, sandboxes, quiet, waits, player=make(quiet))
         try:
             await evaluate(
                 label,
                 ledger=ledger,
                 source=heldout,
-                runner=quick,
+                runner=runner,
                 num_tasks=config.tasks.num_heldout,
                 num_at_once=r.max_running,
                 seed=seed,
@@ -52,21 +55,25 @@ async def run_rollout(
                 episode_s=r.episode_s,
             )
         finally:
-            await quick.close()
+            await runner.close()
 
     try:
         first = await _first_version(ledger, waits, should_stop)
         if first is None:
             return
-        if ledger.progress().num_opened == 0:
-            await judge("before", first)
-        await Dispatcher(config, ledger, train, runner, gateway, metrics, waits, should_stop).run()
-        progress = ledger.progress()
-        if progress.num_steps_committed >= config.run.steps:
-            await judge("after", progress.version)
+        async with players(config, family, gateway, sandboxes, waits) as make:
+            if ledger.progress().num_opened == 0:
+                await judge(make, "before", first)
+            runner = EpisodeRunner(family, gateway, sandboxes, limits, waits, player=make(limits))
+            try:
+                await Dispatcher(config, ledger, train, runner, gateway, metrics, waits, should_stop).run()
+            finally:
+                await runner.close()
+            progress = ledger.progress()
+            if progress.num_steps_committed >= config.run.steps:
+                await judge(make, "after", progress.version)
     finally:
         await gateway.close()
-        await runner.close()
         await sandboxes.close()
 
 
@@ -83,10 +90,6 @@ def limits_of(config: RunConfig) -> Limits:
         tools_s=r.episode_s / 2,
         tool_latency_s=r.tool_latency_s,
     )
-
-
-def _without_latency(limits: Limits) -> Limits:
-    return msgspec.structs.replace(limits, tool_latency_s=(0.0, 0.0))
 
 
 async def _first_version(ledger: Ledger, waits: Waits, should_stop: Callable[[], bool]) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 
 import msgspec
 
@@ -19,14 +20,23 @@ NUM_KEPT = 256
 
 
 class Worlds:
-    def __init__(self, family: TaskFamily, sandboxes: SandboxBackend, *, num_kept: int = NUM_KEPT) -> None:
+    def __init__(
+        self,
+        family: TaskFamily,
+        sandboxes: SandboxBackend,
+        *,
+        num_kept: int = NUM_KEPT,
+        machine: Callable[[Task], SandboxSpec] | None = None,
+    ) -> None:
+        """`machine`: what the box of a task looks like; None: as its family says."""
         self._family, self._sandboxes, self._num_kept = family, sandboxes, num_kept
+        self._machine = machine if machine is not None else lambda task: machine_of(family, task)
         self._frozen: OrderedDict[str, asyncio.Task[Snapshot]] = OrderedDict()
         self._can_fork: bool | None = None
 
     async def box(self, task: Task, *, lifetime_s: float) -> Sandbox:
         """A box in the task's first state, this attempt's alone."""
-        spec = msgspec.structs.replace(machine_of(self._family, task), lifetime_s=lifetime_s)
+        spec = msgspec.structs.replace(self._machine(task), lifetime_s=lifetime_s)
         if self._can_fork is None:
             self._can_fork = (await self._sandboxes.capabilities()).fork
         if not self._can_fork:

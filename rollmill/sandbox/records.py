@@ -35,6 +35,9 @@ class Allow(msgspec.Struct, frozen=True, kw_only=True):
     methods: tuple[str, ...] = ()
     """HTTP methods; empty: all. Over TLS they can be told apart only with `Egress.intercept`."""
     port: int = 443
+    upstream: str = ""
+    """`address:port` that the owner really connects to, e.g. a server of its own on loopback; empty: what the name resolves to, public
+    addresses only."""
 
 
 class Egress(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +61,9 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Started in this order once the files are written."""
     egress: Egress | None = None
     """None: no network but the box's own loopback."""
+    shares: tuple[str, ...] = ()
+    """Folders of this machine that the box sees and cannot change, e.g. installed packages: the first at `/mnt/view/0`, and so on.
+    Mounts below them are not shown."""
     root: bool = False
     """Commands run as root of the box's own user namespace, with rights over its files and users, never over its mounts or network."""
     live: bool = False
@@ -155,5 +161,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     diff: bool = True
     egress: bool = False
     images: bool = False
+    shares: bool = False
+    """Whether boxes can see folders of this machine."""
     facts: Mapping[str, str] = {}
     """What the machine gave, in words: `privilege`, `memory`, `helper`, ..."""

@@ -1,6 +1,22 @@
 """Tasks: families that generate and grade them, and streams of them."""
 
-from rollmill.tasks.family import FamilyWithMachine, Probe, TaskFamily, machine_of, open_family, set_up
+from rollmill.tasks.family import (
+    Attempt,
+    Family,
+    FamilyWithMachine,
+    Probe,
+    TaskFamily,
+    agent_of,
+    machine_of,
+    needs_box,
+    set_up,
+    toolset_of,
+)
+from rollmill.tasks.loading import open_family
+from rollmill.tasks.rows import RowFamily
 from rollmill.tasks.source import TaskSource
 
-__all__ = ["FamilyWithMachine", "Probe", "TaskFamily", "TaskSource", "machine_of", "open_family", "set_up"]
+__all__ = [
+    "Attempt", "Family", "FamilyWithMachine", "Probe", "RowFamily", "TaskFamily", "TaskSource", "agent_of", "machine_of", "needs_box",
+    "open_family", "set_up", "toolset_of",
+]  # fmt: skip

@@ -7,8 +7,8 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,15 @@ import msgspec
 import tokenizers
 import torch
 
-from rollmill.engine.engine import Engine
+from rollmill import web
+from rollmill.engine.constrain import Constraints
+from rollmill.engine.engine import Engine, Posted, deliver
 from rollmill.engine.run import run_engine
+from rollmill.engine.server import make_app
+from rollmill.engine.service import Service
 from rollmill.model import Model, ModelConfig, PackedAttention, save_model
 from rollmill.ops import tempered
+from rollmill.weights import fingerprint
 
 DEADLINE_S = 30.0
 VOCAB = 300
@@ -95,6 +100,63 @@ def running(model: Model | None = None, **options: Any) -> Iterator[Engine]:
         yield engine
     finally:
         engine.close()
+
+
+class Gate:
+    """Lets an engine's steps through as they are allowed, so that a test knows how far it has got."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._steps, self._is_open = threading.Semaphore(0), False
+        compute = engine._forward.compute
+
+        def gated(step: Any) -> Any:
+            assert self._is_open or self._steps.acquire(timeout=DEADLINE_S), "no step was allowed"
+            return compute(step)
+
+        engine._forward.compute = gated  # type: ignore[method-assign]
+
+    def allow(self, num_steps: int) -> None:
+        self._steps.release(num_steps)
+
+    def open(self) -> None:
+        self._is_open = True
+        self._steps.release()
+
+
+@asynccontextmanager
+async def served(model: Model | None = None, *, tokenizer: Path | None = None, **options: Any) -> AsyncIterator[tuple[Engine, str]]:
+    """An engine and the address of its server, in the running event loop."""
+    loop, ready, model = asyncio.get_running_loop(), asyncio.Event(), model or tiny_model()
+
+    def post(batch: Posted) -> None:
+        loop.call_soon_threadsafe(deliver, batch)
+
+    engine = Engine(model, model.config, **{"version": 1, "num_slots": 8, "num_threads": 1, "post": post, **options})
+    constraints = Constraints(tokenizer, vocab_size=model.config.vocab_size, eos_ids=frozenset(model.config.eos_token_ids))
+    server = web.Server(make_app(Service(engine=engine, constraints=constraints, model_name="tiny")), ready.set)
+    with closing(web.bind("127.0.0.1", 0)) as sock, closing(constraints):
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        engine.start()
+        try:
+            await asyncio.wait_for(ready.wait(), DEADLINE_S)
+            yield engine, f"http://127.0.0.1:{sock.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await asyncio.to_thread(engine.close)
+            await asyncio.wait_for(serving, DEADLINE_S)
+
+
+def rename(engine: Engine, version: int) -> None:
+    """Swap to a version of the same weights; returns when it is served."""
+    assert engine.offer(version, lambda: fingerprint(engine.model.serving_tensors())).result(DEADLINE_S)
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """`wait_until` for a test that shares its loop with the server."""
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, f"gave up waiting until {what}"
+        await asyncio.sleep(0.002)
 
 
 class Server:

@@ -1,4 +1,4 @@
-"""Claims about the server on a real port: the native client, the OpenAI SDK, hostile input, back-pressure."""
+"""Claims about the server on a real port: the native client, hostile input, back-pressure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from pathlib import Path
 import httpx
 import msgspec
 import numpy as np
-import openai
 import pytest
-from engine_worlds import CONFIG, DEADLINE_S, Server, calling_model, packed_logprobs, tiny_model, wait_until, write_model
+from engine_worlds import CONFIG, DEADLINE_S, Server, packed_logprobs, tiny_model, wait_until, write_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -30,12 +29,6 @@ def server(tmp_path_factory: pytest.TempPathFactory):
     server = Server(write_model(tmp_path_factory.mktemp("model") / "tiny"))
     yield server
     server.close()
-
-
-@pytest.fixture
-def sdk(server: Server):
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
-        yield client
 
 
 def ask(**fields) -> GenerateRequest:
@@ -108,109 +101,14 @@ def test_health_pressure_models_and_metrics_answer(server: Server) -> None:
 
     native(server.url, ask())
     health, pressure = asyncio.run(main())
-    assert health.phase == "serving" and len(health.fingerprint) == 32 and pressure.slots == 8
+    assert health.phase == "serving" and len(health.fingerprint) == 32 and (pressure.slots, pressure.max_len) == (8, CONFIG.max_position)
     assert httpx.get(server.url + "/v1/models").json()["data"][0]["id"] == "tiny"
     metrics = httpx.get(server.url + "/metrics").text
     for name in ("engine_swap_pause_s_count 0.0", 'engine_finished_requests_total{reason="deadline"} 0.0', "engine_sampled_tokens_total"):
         assert name in metrics
 
 
-def test_openai_chat_whole_and_streamed_agree(sdk: openai.OpenAI) -> None:
-    fields = {"model": "any", "messages": [{"role": "user", "content": "hé"}], "max_tokens": 30, "seed": 8}
-    whole = sdk.chat.completions.create(**fields, logprobs=True)
-    choice = whole.choices[0]
-    assert whole.model == "any" and whole.usage.completion_tokens == len(choice.logprobs.content) <= 30
-    assert choice.finish_reason in ("length", "stop") and choice.message.role == "assistant"
-    chunks = list(sdk.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == choice.message.content
-    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == choice.finish_reason
-    assert chunks[-1].usage == whole.usage
-    assert sdk.chat.completions.with_raw_response.create(**fields).headers["x-policy-version"] == "0"
-
-
-def test_openai_choices_differ_and_are_repeatable(sdk: openai.OpenAI) -> None:
-    fields = {
-        "model": "m",
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
-        "max_completion_tokens": 25,
-        "n": 3,
-        "seed": 1,
-    }
-    a, b = (sdk.chat.completions.create(**fields) for _ in range(2))
-    texts = [c.message.content for c in a.choices]
-    assert len(set(texts)) == 3 and texts == [c.message.content for c in b.choices]
-    streamed = {0: "", 1: "", 2: ""}
-    for chunk in sdk.chat.completions.create(**fields, stream=True):
-        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-    assert list(streamed.values()) == texts
-
-
-def test_openai_completions_take_text_or_ids_and_stop_strings(sdk: openai.OpenAI) -> None:
-    fields = {"model": "m", "prompt": "abc", "max_tokens": 60, "seed": 3, "temperature": 1.5}
-    free = sdk.completions.create(**fields, logprobs=0)
-    assert len(free.choices[0].logprobs.token_logprobs) == free.usage.completion_tokens
-    text = free.choices[0].text
-    stop = next(ch for ch in text[5:] if ch.isascii() and ch.isprintable())
-    cut = sdk.completions.create(**fields, stop=[stop])
-    assert cut.choices[0].text == text[: text.index(stop)] and cut.choices[0].finish_reason == "stop"
-    assert cut.usage.completion_tokens <= free.usage.completion_tokens
-    streamed = "".join(c.choices[0].text for c in sdk.completions.create(**fields, stop=stop, stream=True))
-    assert streamed == cut.choices[0].text
-    by_ids = sdk.completions.create(model="m", prompt=[1, 2, 3], max_tokens=5, seed=1)
-    assert by_ids.usage.prompt_tokens == 3 and by_ids.usage.completion_tokens <= 5
-
-
-def test_openai_errors_are_typed_and_name_the_value(sdk: openai.OpenAI) -> None:
-    good = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
-    for bad, text in [
-        ({"temperature": -2}, "temperature is -2"),
-        ({"max_tokens": -5}, "max_tokens is -5"),
-        ({"n": 1000}, "n is 1000"),
-        ({"messages": []}, "messages is empty"),
-        ({"messages": [{"role": "user", "content": 5}]}, "content"),
-        ({"messages": [{"content": "x"}]}, "role"),
-        ({"messages": [{"role": "user", "content": "a" * 3000}]}, "the prompt has 30"),
-        ({"top_logprobs": 5, "logprobs": True}, "top_logprobs is 5"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"stop": [""]}, "stop"),
-        ({"seed": -1}, "seed is -1"),
-    ]:
-        with pytest.raises(openai.BadRequestError, match=text) as caught:
-            sdk.chat.completions.create(**{**good, **bad})
-        assert caught.value.body["type"] == "invalid_request_error"
-    with pytest.raises(openai.NotFoundError):
-        sdk.embeddings.create(model="m", input="x")
-
-
-def test_tools_reach_the_template(sdk: openai.OpenAI) -> None:
-    tools = [{"type": "function", "function": {"name": "ls", "parameters": {"type": "object"}}}]
-    fields = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
-    plain = sdk.chat.completions.create(**fields).usage.prompt_tokens
-    assert sdk.chat.completions.create(**fields, tools=tools).usage.prompt_tokens > plain + 40
-    assert sdk.chat.completions.create(**fields, tools=tools, tool_choice="none").usage.prompt_tokens == plain
-
-
-def test_a_sampled_tool_call_becomes_tool_calls_whole_and_streamed(tmp_path: Path) -> None:
-    server = Server(write_model(tmp_path / "caller", calling_model()))
-    tools = [{"type": "function", "function": {"name": "ls", "parameters": {"type": "object"}}}]
-    fields = {"model": "m", "messages": [{"role": "user", "content": "list"}], "temperature": 0, "max_tokens": 20}
-    try:
-        with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as sdk:
-            choice = sdk.chat.completions.create(**fields, tools=tools).choices[0]
-            chunks = [c.choices[0] for c in sdk.chat.completions.create(**fields, tools=tools, stream=True)]
-            untold = sdk.chat.completions.create(**fields).choices[0]
-    finally:
-        server.close()
-    assert choice.finish_reason == chunks[-1].finish_reason == "tool_calls" and choice.message.content == "on it "
-    (call,) = choice.message.tool_calls
-    assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "ls", {"path": "."})
-    assert "".join(c.delta.content or "" for c in chunks) == "on it "
-    (streamed,) = [t for c in chunks for t in c.delta.tool_calls or []]
-    assert streamed.function == type(streamed.function)(name="ls", arguments=call.function.arguments)
-    assert untold.finish_reason == "stop" and "<tool_call>" in untold.message.content, "without tools the text stays as it is"
-
-
-PATHS = ["/v1/generate", "/v1/score", "/v1/chat/completions", "/v1/completions"]
+PATHS = ["/v1/generate", "/v1/stream", "/v1/score"]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -224,9 +122,9 @@ PATHS = ["/v1/generate", "/v1/score", "/v1/chat/completions", "/v1/completions"]
         b"\xff\xfe",
         b'{"prompt_ids": "x"}',
         b"[" * 200000,
-        b'{"messages": {"a": 1}}',
-        b'{"prompt": "\\ud800"}',
-        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"prompt_ids": [1], "max_tokens": 1, "constraint": {"kind": "regex", "text": "\\ud800"}}',
+        b'{"prompt_ids": [1], "max_tokens": 1, "constraint": {"kind": "regex"}}',
+        b'{"prompt_ids": [1], "max_tokens": 1, "constraint": {"kind": "yaml", "text": "a"}}',
         b'{"prompt_ids": [1e400]}',
         b'{"prompt_ids": [1], "max_tokens": 99999999999999999999}',
     ],
@@ -242,13 +140,13 @@ def test_other_content_types_methods_and_sizes_are_refused(server: Server) -> No
     assert httpx.post(server.url + "/v1/generate", content=b"\xc1garbage", headers={"content-type": MSGPACK}).status_code == 400
     assert httpx.get(server.url + "/v1/generate").status_code == 405
     assert httpx.get(server.url + "/nowhere").json()["error"]["code"] == 404
-    assert httpx.post(server.url + "/v1/completions", content=b" " * (9 * 2**20)).status_code == 413
+    assert httpx.post(server.url + "/v1/stream", content=b" " * (9 * 2**20)).status_code == 413
 
     def endless():
         for _ in range(20):
             yield b" " * 2**19
 
-    assert httpx.post(server.url + "/v1/completions", content=endless()).status_code == 413
+    assert httpx.post(server.url + "/v1/stream", content=endless()).status_code == 413
 
 
 json_values = st.recursive(
@@ -256,31 +154,14 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-known_fields = [
-    "messages",
-    "prompt",
-    "prompt_ids",
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "n",
-    "stop",
-    "seed",
-    "stream",
-    "logprobs",
-]
-known_fields += ["tools", "session", "stop_ids", "min_version", "deadline_s", "stream_options", "model", "tool_choice"]
+known_fields = ["prompt_ids", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop_ids", "session", "queue", "min_version"]
+known_fields += ["exact_version", "deadline_s", "routes_from", "num_top", "constraint", "constraint_from", "token_ids", "start"]
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=st.sampled_from(PATHS), data=st.data())
 def test_arbitrary_json_never_gives_a_500(server: Server, path: str, data: st.DataObject) -> None:
-    valid = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "prompt": "a"}
-    if path == "/v1/generate":
-        valid = {"prompt_ids": [1], "max_tokens": 2}
-    elif path == "/v1/score":
-        valid = {"token_ids": [1, 2]}
+    valid = {"token_ids": [1, 2]} if path == "/v1/score" else {"prompt_ids": [1], "max_tokens": 2}
     odd = data.draw(st.dictionaries(st.sampled_from(known_fields), json_values, min_size=1, max_size=2))
     body = {**valid, **odd}
     if isinstance(body.get("max_tokens"), int) and body["max_tokens"] > 50:
@@ -292,11 +173,6 @@ def test_arbitrary_json_never_gives_a_500(server: Server, path: str, data: st.Da
 def test_a_client_that_leaves_frees_its_row(server: Server) -> None:
     def running() -> int:
         return httpx.get(server.url + "/v1/pressure").json()["running"]
-
-    body = {"messages": [{"role": "user", "content": "a"}], "n": 8, "temperature": 1.2, "stream": True}
-    with httpx.stream("POST", server.url + "/v1/chat/completions", json=body, timeout=DEADLINE_S) as response:
-        next(response.iter_lines())
-    wait_until(lambda: running() == 0, "the stream's rows are free")
 
     async def leave() -> None:
         async with EngineClient(server.url) as client:
@@ -383,13 +259,15 @@ asyncio.run(run_engine(pathlib.Path({str(path)!r}), on_ready=ready))
     assert "the engine stopped serving: the engine's loop crashed" in done.stderr
 
 
-def test_a_model_without_a_tokenizer_takes_ids_only(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_takes_ids_and_no_constraints(tmp_path: Path) -> None:
     path = write_model(tmp_path / "tiny")
     (path / "tokenizer.json").unlink()
     server = Server(path)
     try:
-        response = httpx.post(server.url + "/v1/completions", json={"prompt": "a"})
-        assert response.status_code == 400 and "/v1/generate" in response.text
+        constraint = {"kind": "regex", "text": "a"}
+        body = {"prompt_ids": [1], "max_tokens": 2, "stop_ids": [256], "constraint": constraint}
+        response = httpx.post(server.url + "/v1/generate", json=body)
+        assert response.status_code == 400 and "no tokenizer.json" in response.text
         assert len(native(server.url, ask())[0].token_ids) == 12
     finally:
         server.close()

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
-from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest, Pressure, Timing, VersionSpan
-from rollmill.gateway import Gateway
+from rollmill.chat.format import ChatFormat
+from rollmill.chat.messages import ChatMessage, ChatRole
+from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest, Piece, Pressure, Timing, VersionSpan
+from rollmill.gateway.episode import Episode
+from rollmill.gateway.placement import Sampling
+from rollmill.gateway.replicas import Replicas
+from rollmill.gateway.rotation import ReplicaClient
+from rollmill.gateway.session import Session
 from rollmill.model.tokenizer import Tokenizer
 from rollmill.telemetry import Waits
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 TOKENIZER = Tokenizer(DEMO)
+CHAT = ChatFormat(TOKENIZER)
 TIMING = Timing(queue_s=0.0, first_token_s=0.0, total_s=0.0)
+T = TypeVar("T")
+
+
+def soon() -> float:
+    return time.monotonic() + 60.0
+
+
+def user(text: str) -> ChatMessage:
+    return ChatMessage(role=ChatRole.USER, text=text)
+
+
+def tool(text: str, call_id: str = "") -> ChatMessage:
+    return ChatMessage(role=ChatRole.TOOL, text=text, call_id=call_id)
 
 
 def answer(
@@ -27,6 +50,7 @@ def answer(
     replica: str = "fake",
     routes: bytes = b"",
     stale_from: int | None = None,
+    forced: list[tuple[int, int]] | None = None,
 ) -> GenerateReply:
     return GenerateReply(
         token_ids=ids,
@@ -38,6 +62,7 @@ def answer(
         replica=replica,
         stale_from=stale_from,
         routes=routes,
+        forced=forced or [],
         timing=TIMING,
     )
 
@@ -63,6 +88,9 @@ class FakeEngine:
         self.said.append(reply)
         return reply
 
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece | GenerateReply, None]:
+        yield await self.generate(request)
+
     def _random(self, request: GenerateRequest) -> GenerateReply:
         rng = self._rng
         plain = [i for i in range(TOKENIZER.vocab_size) if i not in TOKENIZER.stop_ids]
@@ -81,9 +109,24 @@ class FakeEngine:
         self.is_closed = True
 
 
-class FakeGateway(Gateway):
-    """A gateway whose connections are fakes."""
+def with_replicas(clients: Mapping[str, ReplicaClient], work: Callable[[Replicas], Awaitable[T]]) -> T:
+    """Run `work` in a loop of its own, over real routing to these clients."""
 
-    def __init__(self, engines: dict[str, FakeEngine], waits: Waits | None = None) -> None:
-        super().__init__(TOKENIZER, lambda: list(engines), waits or Waits())
-        self._clients = engines  # type: ignore[assignment]
+    async def main() -> T:
+        replicas = Replicas(lambda: list(clients), Waits(), connect=clients.__getitem__)
+        try:
+            return await work(replicas)
+        finally:
+            await replicas.close()
+
+    return asyncio.run(main())
+
+
+def open_session(
+    replicas: Replicas, *, key: str = "g000001.0.0", seed: int = 3, temperature: float = 1.0, wants_routes: bool = False
+) -> Session:
+    return Session(Episode(key, CHAT, seed=seed, sampling=Sampling(temperature=temperature), wants_routes=wants_routes), replicas)
+
+
+def with_session(client: ReplicaClient, work: Callable[[Session], Awaitable[T]], **options: Any) -> T:
+    return with_replicas({"http://10.0.0.7:8000": client}, lambda replicas: work(open_session(replicas, **options)))

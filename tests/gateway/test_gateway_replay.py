@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator
 
 import pytest
-from gateway_fakes import TOKENIZER, FakeGateway
+from gateway_fakes import TOKENIZER, open_session, soon, tool, user, with_replicas
 
 from rollmill.engine.engine import Engine
-from rollmill.engine.protocol import GenerateReply, GenerateRequest
-from rollmill.gateway import Gateway
+from rollmill.engine.protocol import GenerateReply, GenerateRequest, Piece, Pressure
+from rollmill.gateway.replicas import Replicas
 from rollmill.model import Model, ModelConfig, MoEConfig
 from rollmill.records import Window
 from rollmill.trainer.batch import Lesson, StepBatch
@@ -52,40 +50,38 @@ class LocalClient:
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         return await asyncio.wrap_future(self._engine.generate(request))
 
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece | GenerateReply, None]:
+        yield await self.generate(request)
+
+    async def pressure(self) -> Pressure:
+        return Pressure(running=0, waiting=0, slots=3, kv_used_frac=0.0, version=3, tokens_per_s=0.0)
+
     async def aclose(self) -> None:
         return
-
-
-@contextmanager
-def gateway_to(model: Model) -> Iterator[Gateway]:
-    engine = Engine(model, CONFIG, version=3, num_slots=3, step_tokens=64, num_threads=1)
-    engine.start()
-    try:
-        gateway = FakeGateway({"http://engine-0": LocalClient(engine)})  # type: ignore[dict-item]
-        gateway.wants_routes = True
-        yield gateway
-    finally:
-        engine.close()
 
 
 def windows_of(model: Model, *, num_at_once: int) -> list[Window]:
     """Six conversations of three turns."""
 
-    async def talk(gateway: Gateway, key: int) -> Window:
-        session = gateway.open_session(f"s{key}", seed=1, temperature=1.0)
+    async def talk(replicas: Replicas, key: int) -> Window:
+        session = open_session(replicas, key=f"s{key}", seed=1, wants_routes=True)
         for turn in range(3):
-            said = [{"role": "tool" if turn else "user", "content": f"{key} and {turn} " * (key + 1)}]
-            await session.reply(said, max_tokens=12, max_context=500, deadline=time.monotonic() + 60.0)
+            said = f"{key} and {turn} " * (key + 1)
+            await session.reply([tool(said) if turn else user(said)], max_tokens=12, max_context=500, deadline=soon())
         return session.window()
 
-    async def all_of_them(gateway: Gateway) -> list[Window]:
+    async def all_of_them(replicas: Replicas) -> list[Window]:
         found: list[Window] = []
         for first in range(0, 6, num_at_once):
-            found += await asyncio.gather(*(talk(gateway, key) for key in range(first, first + num_at_once)))
+            found += await asyncio.gather(*(talk(replicas, key) for key in range(first, first + num_at_once)))
         return found
 
-    with gateway_to(model) as gateway:
-        return asyncio.run(all_of_them(gateway))
+    engine = Engine(model, CONFIG, version=3, num_slots=3, step_tokens=64, num_threads=1)
+    engine.start()
+    try:
+        return with_replicas({"http://engine-0": LocalClient(engine)}, all_of_them)
+    finally:
+        engine.close()
 
 
 def scored(windows: list[Window], mode: str) -> dict[str, float]:

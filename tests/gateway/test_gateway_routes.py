@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-import time
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-from gateway_fakes import TOKENIZER, FakeEngine, FakeGateway, answer
+from gateway_fakes import TOKENIZER, FakeEngine, answer, soon, tool, user, with_session
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest
-from rollmill.gateway import Session
+from rollmill.gateway.session import Session
 from rollmill.model.route_record import RouteRecord, RouteShape
-from rollmill.records import Boundary, RunFailure, SourceSpan
+from rollmill.records import Boundary, RunFailure, SourceSpan, Window
 
 BIG = 1 << 20
 SHAPE = RouteShape(num_layers=3, layers=(1, 2), num_experts=16, top_k=2)
@@ -50,27 +48,25 @@ class RoutingEngine(FakeEngine):
         return answer(ids, logprobs=[-0.5] * len(ids), versions=[1] * len(ids), finish=FinishReason.STOP, routes=routes)
 
 
-def talk(session: Session, num_turns: int) -> None:
-    async def go() -> None:
-        for k in range(num_turns):
-            said = [{"role": "tool" if k else "user", "content": f"message {k} " * (k + 1)}]
-            await session.reply(said, max_tokens=9, max_context=BIG, deadline=time.monotonic() + 60.0)
-
-    asyncio.run(go())
+async def talk(session: Session, num_turns: int, first: int = 0) -> None:
+    for k in range(first, first + num_turns):
+        said = f"message {k} " * (k + 1)
+        await session.reply([tool(said) if k else user(said)], max_tokens=9, max_context=BIG, deadline=soon())
 
 
-def session_of(gateway: FakeGateway, *, wants_routes: bool = True) -> Session:
-    gateway.wants_routes = wants_routes
-    return gateway.open_session("g000001.0.0", seed=3, temperature=1.0)
+def window_after(engine: FakeEngine, num_turns: int, **options: bool) -> Window:
+    async def work(session: Session) -> Window:
+        await talk(session, num_turns)
+        return session.window()
+
+    return with_session(engine, work, **{"wants_routes": True} | options)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32), st.integers(1, 5))
 def test_every_computed_token_has_its_row_and_is_asked_for_once(seed: int, num_turns: int) -> None:
     engine = RoutingEngine(seed)
-    session = session_of(FakeGateway({"http://a": engine}))
-    talk(session, num_turns)
-    window = session.window()
+    window = window_after(engine, num_turns)
     window.check()
     record = RouteRecord.from_bytes(window.routes)
     assert (record.shape, record.num_tokens) == (SHAPE, window.num_tokens)
@@ -84,28 +80,41 @@ def test_every_computed_token_has_its_row_and_is_asked_for_once(seed: int, num_t
 
 def test_run_without_replay_neither_asks_for_routes_nor_keeps_them() -> None:
     engine = RoutingEngine()
-    session = session_of(FakeGateway({"http://a": engine}), wants_routes=False)
-    talk(session, 2)
-    assert [r.routes_from for r in engine.requests] == [None, None] and session.window().routes == b""
+    assert window_after(engine, 2, wants_routes=False).routes == b""
+    assert [r.routes_from for r in engine.requests] == [None, None]
 
 
 def test_turn_without_routes_is_asked_for_again_and_else_missing() -> None:
     engine = RoutingEngine(quiet=(0,))
-    session = session_of(FakeGateway({"http://a": engine}))
-    talk(session, 2)
+    window = window_after(engine, 2)
     assert [r.routes_from for r in engine.requests] == [0, 0]
-    assert (RouteRecord.from_bytes(session.window().routes).ids_TLK()[:-1] == experts_of(session.window().tokens_T.tolist(), 0)[:-1]).all()
+    assert (RouteRecord.from_bytes(window.routes).ids_TLK()[:-1] == experts_of(window.tokens_T.tolist(), 0)[:-1]).all()
 
-    session = session_of(FakeGateway({"http://a": RoutingEngine(quiet=(1, 2))}))
-    talk(session, 1)
-    known = session.num_tokens - 1
-    talk(session, 1)
-    ids = RouteRecord.from_bytes(session.window().routes).ids_TLK()
-    assert len(ids) == session.num_tokens and (ids[known:] == -1).all() and (ids[:known, 1:] >= 0).all()
+    async def two_turns(session: Session) -> None:
+        await talk(session, 1)
+        known = session.num_tokens - 1
+        await talk(session, 1, first=1)
+        ids = RouteRecord.from_bytes(session.window().routes).ids_TLK()
+        assert len(ids) == session.num_tokens and (ids[known:] == -1).all() and (ids[:known, 1:] >= 0).all()
 
-    session = session_of(FakeGateway({"http://a": RoutingEngine(quiet=(0, 1))}))
-    talk(session, 2)
-    assert session.window().routes == b""
+    with_session(RoutingEngine(quiet=(1, 2)), two_turns, wants_routes=True)
+    assert window_after(RoutingEngine(quiet=(0, 1)), 2).routes == b""
+
+
+def test_branch_keeps_the_routes_of_its_past_and_asks_only_for_what_is_new() -> None:
+    engine = RoutingEngine(5)
+
+    async def work(session: Session) -> Window:
+        await talk(session, 2)
+        branch = session.branch("other")
+        await talk(branch, 1, first=2)
+        return branch.window()
+
+    window = with_session(engine, work, wants_routes=True)
+    window.check()
+    assert engine.requests[2].routes_from == len(engine.prompts[1]) + len(engine.said[1].token_ids) - 1
+    assert window.sampled_T.sum() == len(engine.said[2].token_ids)
+    assert (RouteRecord.from_bytes(window.routes).ids_TLK()[:-1] == experts_of(window.tokens_T.tolist(), 0)[:-1]).all()
 
 
 def another_model(routes: bytes) -> bytes:
@@ -127,17 +136,15 @@ def doubled(routes: bytes) -> bytes:
     ],
 )
 def test_routes_that_do_not_fit_are_a_failure_of_the_model(spoil: Callable[[bytes], bytes], why: str) -> None:
-    session = session_of(FakeGateway({"http://a": RoutingEngine(spoil=spoil)}))
     with pytest.raises(RunFailure, match=why) as caught:
-        talk(session, 1)
+        window_after(RoutingEngine(spoil=spoil), 1)
     assert caught.value.boundary is Boundary.MODEL
 
 
 def test_routes_of_another_model_in_a_later_turn_are_a_failure_of_the_model() -> None:
     turns = iter([lambda routes: routes, another_model])
-    session = session_of(FakeGateway({"http://a": RoutingEngine(spoil=lambda routes: next(turns)(routes))}))
     with pytest.raises(RunFailure, match="routes of another model"):
-        talk(session, 2)
+        window_after(RoutingEngine(spoil=lambda routes: next(turns)(routes)), 2)
 
 
 def test_window_says_which_tokens_were_sampled_on_an_older_context() -> None:
@@ -147,30 +154,26 @@ def test_window_says_which_tokens_were_sampled_on_an_older_context() -> None:
         return answer([50, END], logprobs=[-0.1] * 2, versions=[1] * 2, finish=FinishReason.STOP, stale_from=next(stale))
 
     engine = FakeEngine(random.Random(0), speak)
-    session = FakeGateway({"http://a": engine}).open_session("k", seed=0, temperature=1.0)
-    talk(session, 4)
-    window = session.window()
+    window = window_after(engine, 4, wants_routes=False)
     window.check()
     starts = [len(p) for p in engine.prompts]
     assert window.stale == ((starts[1] + 1, starts[1] + 2), (starts[3], starts[3] + 2))
 
 
 def test_window_names_the_replicas_that_sampled() -> None:
-    names = iter(["east", "east", "west", "", "west"])
+    names = iter(["", "east", "east", "west", "east"])
 
     def speak(request: GenerateRequest) -> GenerateReply:
         return answer([50, END], logprobs=[-0.1] * 2, versions=[1] * 2, finish=FinishReason.STOP, replica=next(names))
 
     engine = FakeEngine(random.Random(0), speak)
-    session = FakeGateway({"http://10.0.0.7:8000": engine}).open_session("k", seed=0, temperature=1.0)
-    talk(session, 5)
-    window = session.window()
+    window = window_after(engine, 5, wants_routes=False)
     window.check()
     ends = [len(p) + 2 for p in engine.prompts]
     # A nameless replica goes by its address.
     assert window.sources == (
-        SourceSpan(ends[0] - 2, ends[1], "east"),
-        SourceSpan(ends[2] - 2, ends[2], "west"),
-        SourceSpan(ends[3] - 2, ends[3], "10.0.0.7:8000"),
-        SourceSpan(ends[4] - 2, ends[4], "west"),
+        SourceSpan(ends[0] - 2, ends[0], "10.0.0.7:8000"),
+        SourceSpan(ends[1] - 2, ends[2], "east"),
+        SourceSpan(ends[3] - 2, ends[3], "west"),
+        SourceSpan(ends[4] - 2, ends[4], "east"),
     )

@@ -248,6 +248,8 @@ def _let_go(holding: asyncio.Future[tuple[asyncio.subprocess.Process, socket.soc
 
 
 def _check(spec: SandboxSpec) -> None:
+    if spec.shares:
+        raise ValueError("containers see no folders; put what it needs into the image, or use the namespace backend")
     if spec.egress is not None:
         raise ValueError("containers offer no egress: their network is none; leave `egress` out or use the namespace backend")
     if spec.num_processes < 1 or spec.lifetime_s <= 0:

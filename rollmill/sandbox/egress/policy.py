@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 
 from rollmill.sandbox.records import Allow, Egress
@@ -45,6 +46,17 @@ def wire_name(text: str) -> str:
     return name
 
 
+def parse_upstream(text: str) -> tuple[str, int]:
+    address, _, port = text.rpartition(":")
+    try:
+        ip = ipaddress.ip_address(address.strip("[]"))
+    except ValueError as e:
+        raise ValueError(f"upstream {text!r} is not an address and a port; write e.g. '127.0.0.1:8080'") from e
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise ValueError(f"upstream {text!r} has no port from 1 to 65535; write e.g. '127.0.0.1:8080'")
+    return str(ip), int(port)
+
+
 class Policy:
     """The allow-list, ready to ask. Rules add up: a request leaves when one of them lets it."""
 
@@ -58,8 +70,18 @@ class Policy:
                 )
             if bad := [m for m in rule.methods if not m.isascii() or not m.isalpha()]:
                 raise ValueError(f"allow method {bad[0]!r} for {rule.host!r} is not an HTTP method; write e.g. 'GET'")
+            if rule.upstream:
+                parse_upstream(rule.upstream)
+                if rule.host.startswith("*."):
+                    raise ValueError(f"allow host {rule.host!r} has an upstream; give one to a single name, or leave it out")
             table, host = (self.suffixes, rule.host[2:]) if rule.host.startswith("*.") else (self.names, rule.host)
             table.setdefault(wire_name(host), []).append(rule)
+        for host, rules in self.names.items():
+            for rule in rules:
+                if len(ways := {r.upstream for r in rules if r.port == rule.port}) > 1:
+                    raise ValueError(
+                        f"allow host {host!r} has several upstreams for port {rule.port}: {', '.join(sorted(ways))}; leave one"
+                    )
 
     @property
     def ports(self) -> tuple[int, ...]:
@@ -74,6 +96,11 @@ class Policy:
         for i in range(1, len(labels)):
             found += self.suffixes.get(".".join(labels[i:]), ())
         return found
+
+    def upstream(self, host: str, port: int) -> tuple[str, int] | None:
+        """Where an allowed request really goes; None: to whatever the name leads to."""
+        given = next((rule.upstream for rule in self.names.get(host, ()) if rule.port == port), "")
+        return parse_upstream(given) if given else None
 
     def may_resolve(self, host: str) -> bool:
         return bool(host) and bool(self.rules(host))

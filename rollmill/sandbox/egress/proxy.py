@@ -159,10 +159,10 @@ class Visit:
 
     async def _tunnel(self, host: str) -> None:
         """Bytes both ways until both are done, one breaks off, or nothing moves for `idle_s`."""
-        outside = await self._connect(host, tls=False)
+        outside, idle_s = await self._connect(host, tls=False), self._idle_s(host)
         try:
-            async with asyncio.timeout(self.limits.idle_s) as timer:
-                out, back = self._pump(self.raw, outside, timer), self._pump(outside, self.raw, timer)
+            async with asyncio.timeout(idle_s) as timer:
+                out, back = self._pump(self.raw, outside, timer, idle_s), self._pump(outside, self.raw, timer, idle_s)
                 pumps = [asyncio.create_task(out), asyncio.create_task(back)]
                 try:
                     done, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_EXCEPTION)
@@ -177,16 +177,20 @@ class Visit:
         finally:
             outside.close()
 
-    async def _pump(self, source: Channel, sink: Channel, timer: asyncio.Timeout) -> None:
+    async def _pump(self, source: Channel, sink: Channel, timer: asyncio.Timeout, idle_s: float) -> None:
         while data := await source.read():
             await sink.write(data)
-            self._touch(timer)
+            self._touch(timer, idle_s)
         await sink.finish()
 
-    def _touch(self, timer: asyncio.Timeout) -> None:
+    def _idle_s(self, host: str) -> float:
+        given = self.proxy.policy.upstream(host, self.dialled[1])
+        return self.limits.idle_s if given is None else self.limits.upstream_idle_s
+
+    def _touch(self, timer: asyncio.Timeout, idle_s: float) -> None:
         # Past its deadline a timer cannot be moved any more.
         if not timer.expired() and timer.when() is not None:
-            timer.reschedule(asyncio.get_running_loop().time() + self.limits.idle_s)
+            timer.reschedule(asyncio.get_running_loop().time() + idle_s)
 
     # HTTP
 
@@ -226,7 +230,7 @@ class Visit:
                     exchange.outside.close()
                 exchange = None
                 exchange = Exchange(await self._connect(host, tls=tls), self.limits.head_bytes)
-            await self._exchange(exchange, request, box, client)
+            await self._exchange(exchange, request, box, client, self._idle_s(host))
             status, reason, is_kept = exchange.status, "", exchange.is_box_kept
         except (Denied, Failed) as e:
             verdict, status, reason = Verdict.DENIED if isinstance(e, Denied) else Verdict.FAILED, e.status, str(e)
@@ -276,22 +280,23 @@ class Visit:
             raise Denied(why)
         return host
 
-    async def _exchange(self, exchange: Exchange, request: Head, box: MessageReader, client: Channel) -> None:
+    async def _exchange(self, exchange: Exchange, request: Head, box: MessageReader, client: Channel, idle_s: float) -> None:
         is_first = exchange.num_done == 0
         try:
-            async with asyncio.timeout(self.limits.idle_s) as timer:
-                await exchange.run(request, box, client, lambda: self._touch(timer))
+            async with asyncio.timeout(idle_s) as timer:
+                await exchange.run(request, box, client, lambda: self._touch(timer, idle_s))
         except OutsideBroke as e:
             # On a connection kept from before, closing without an answer tells the box to send it again, as any server would.
             raise Failed(f"outside broke off: {e}", 502 if is_first and not exchange.status else 0, "Bad Gateway") from e
         except TimeoutError as e:
-            raise Failed(f"no byte for {self.limits.idle_s:g} s", 0 if exchange.status else 504, "Gateway Timeout") from e
+            raise Failed(f"no byte for {idle_s:g} s", 0 if exchange.status else 504, "Gateway Timeout") from e
 
     # Both
 
     async def _connect(self, host: str, *, tls: bool) -> Channel:
+        given = self.proxy.policy.upstream(host, self.dialled[1])
         try:
-            return await self.proxy.upstream.connect(host, self.dialled[1], tls=tls)
+            return await self.proxy.upstream.connect(host, self.dialled[1], tls=tls, given=given)
         except NotPublic as e:
             raise Denied(str(e)) from e
         except TimeoutError as e:

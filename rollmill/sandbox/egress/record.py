@@ -44,6 +44,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """From the first byte of a head to its last, and for a new connection to say anything."""
     idle_s: float = 120.0
     """Without a byte in either direction."""
+    upstream_idle_s: float = 3600.0
+    """The same where a rule names its upstream: a server of the owner's, such as a model that thinks long, keeps deadlines of its own."""
     connect_s: float = 10.0
     """To resolve and reach the outside."""
     total_bytes: int = 8 << 30

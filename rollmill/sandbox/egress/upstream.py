@@ -58,10 +58,13 @@ class Upstream:
             self._tls.options |= ssl.OP_NO_RENEGOTIATION
         return self._tls
 
-    async def connect(self, host: str, port: int, *, tls: bool = False) -> Channel:
-        """Raises NotPublic, or OSError (a time-out and a bad certificate are such) when the outside cannot be reached."""
+    async def connect(self, host: str, port: int, *, tls: bool = False, given: tuple[str, int] | None = None) -> Channel:
+        """Raises NotPublic, or OSError (a time-out and a bad certificate are such) when the outside cannot be reached.
+
+        `given`: the owner's own address and port for this host, which is believed.
+        """
         async with asyncio.timeout(self.connect_s):
-            raw = await self._dial(await self.resolve(host, port))
+            raw = await self._dial([given] if given else await self.resolve(host, port))
             if not tls:
                 return raw
             try:

@@ -170,6 +170,8 @@ class HostedBackend:
 
 
 def _check(spec: SandboxSpec) -> None:
+    if spec.shares:
+        raise ValueError("hosted boxes see no folders; put what it needs into the image, or use the namespace backend")
     if spec.egress is not None:
         raise ValueError("hosted boxes offer no egress by allow-list; leave `egress` out or use the namespace backend")
     if spec.lifetime_s <= 0:

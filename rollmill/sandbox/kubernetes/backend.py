@@ -189,6 +189,8 @@ def _let_go(holding: asyncio.Future[tuple[asyncio.subprocess.Process, socket.soc
 
 
 def _check(spec: SandboxSpec) -> None:
+    if spec.shares:
+        raise ValueError("pods see no folders of this machine; put what it needs into the image, or use the namespace backend")
     if spec.egress is not None:
         raise ValueError("pods offer no egress by allow-list; leave `egress` out or use the namespace backend")
     if spec.lifetime_s <= 0:

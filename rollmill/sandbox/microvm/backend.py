@@ -188,6 +188,8 @@ def _settings(spec: SandboxSpec, image: Image, hostname: str, vmm: Vmm) -> dict[
 
 
 def _check(spec: SandboxSpec) -> None:
+    if spec.shares:
+        raise ValueError("the microvm sandbox shows no folders; put what it needs into the image, or use the namespace backend")
     if spec.egress is not None:
         raise ValueError("the microvm sandbox has no way out to other hosts; leave `egress` out, or use the namespace backend")
     if spec.memory_bytes < _MIN_MEMORY_BYTES or spec.disk_bytes < _MIN_DISK_BYTES:

@@ -118,7 +118,7 @@ class NamespaceBackend:
             self._live_tried = await self._try_live()
         return Capabilities(
             backend="namespace", isolation="namespace", fork=True, live_fork=not self._live_tried, save=zygote.can_save, suspend=True,
-            egress=True, images=True, facts={**zygote.facts, "live_fork": self._live_tried or "works"},
+            egress=True, images=True, shares=True, facts={**zygote.facts, "live_fork": self._live_tried or "works"},
         )  # fmt: skip
 
     async def start(self) -> None:
@@ -178,10 +178,11 @@ class NamespaceBackend:
     async def _begin(self, box: NamespaceBox, *, views: Stack = (), bare: bool = False) -> None:
         """Give the box a life: order it, and wait until its agent has spoken."""
         zygote = await self._running()
-        if len(box.stack) + len(views) > MAX_STACK:
+        if len(box.stack) + len(views) + len(box.spec.shares) > MAX_STACK:
             raise RunFailure(Boundary.SANDBOX, f"a stack of {len(box.stack)} layers is higher than {MAX_STACK}")
-        fds, lent = await zygote.lend((*box.stack, *views))
-        message = order(box.spec, box.machine, num_layers=len(box.stack), num_views=len(views), bare=bare, trust=self._trust(box.spec))
+        fds, lent = await zygote.lend((*box.stack, *views), box.spec.shares)
+        num_views = len(views) + len(box.spec.shares)
+        message = order(box.spec, box.machine, num_layers=len(box.stack), num_views=num_views, bare=bare, trust=self._trust(box.spec))
         ours, theirs = socket.socketpair()
         box.slot = None
         stream = SocketStream(ours, identify=box.spec.live)
@@ -391,6 +392,8 @@ def _check(spec: SandboxSpec) -> None:
             f"a box of {spec.memory_bytes} bytes of memory and {spec.disk_bytes} of disk is too small to start; "
             f"give at least {_MIN_MEMORY_BYTES} and {_MIN_DISK_BYTES}"
         )
+    if bad := [path for path in spec.shares if not os.path.isabs(path) or not os.path.isdir(path)]:
+        raise ValueError(f"SandboxSpec.shares names {bad[0]!r}, which is no folder of this machine; give the absolute path of one")
     if spec.num_processes < 1 or spec.lifetime_s <= 0 or spec.cpus < 0:
         raise ValueError(
             f"num_processes {spec.num_processes} and lifetime_s {spec.lifetime_s} must be positive, cpus {spec.cpus} not negative"

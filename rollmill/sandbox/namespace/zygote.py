@@ -208,12 +208,25 @@ class Zygote:
             os.close(fd)
         return self._layer(number)
 
-    async def lend(self, stack: Sequence[Layer]) -> tuple[list[int], bool]:
-        """Descriptors to order a box with, and whether they are the order's own, to be closed once it was sent."""
-        if not self.by_path or not stack:
+    async def lend(self, stack: Sequence[Layer], folders: Sequence[str] = ()) -> tuple[list[int], bool]:
+        """Descriptors to order a box with, and whether they are the order's own, to be closed once it was sent.
+
+        `folders` of the host follow the stack, opened for this box alone: a mount is in one place only.
+        """
+        if not folders and (not self.by_path or not stack):
             return [layer.fd for layer in stack], False
-        _, fds = await self._ask_opener(b"C" + struct.pack(f"<{len(stack)}I", *(layer.fd for layer in stack)))
-        return fds, True
+        opened: list[Layer] = []
+        try:
+            for path in folders:
+                opened.append(await self.open_layer(path))
+            if not self.by_path:
+                return [os.dup(layer.fd) for layer in (*stack, *opened)], True
+            numbers = [layer.fd for layer in (*stack, *opened)]
+            _, fds = await self._ask_opener(b"C" + struct.pack(f"<{len(numbers)}I", *numbers))
+            return fds, True
+        finally:
+            for layer in opened:
+                layer.let_go()
 
     def _layer(self, number: int) -> Layer:
         def drop(number: int) -> None:

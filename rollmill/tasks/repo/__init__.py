@@ -6,11 +6,14 @@ import json
 import random
 from collections.abc import Mapping
 
+from rollmill.chat.messages import ChatRole
+from rollmill.harness.toolset import SYSTEM, AgentSpec
 from rollmill.records import Grade, Task
-from rollmill.tasks.family import SPLITS, Probe
+from rollmill.tasks.family import SPLITS, Attempt, Probe
 from rollmill.tasks.repo.kinds import KINDS, Play, Problem, probe_argv
 
 MAX_LEVEL = 3
+NO_CALL = "error: no tool call found; answer with <tool_call>{...}</tool_call>, tools: {tools}"
 
 
 def problem_of(kind: str, level: int, seed: int, split: str) -> Problem:
@@ -43,11 +46,15 @@ class RepoFamily:
             files=dict(problem.files),
         )
 
-    async def grade(self, task: Task, files: Mapping[str, str], probe: Probe) -> Grade:
+    def agent(self, task: Task) -> AgentSpec:
+        """Small models learn this prompt by heart: it names no tools, since their schemas would fill the context."""
+        return AgentSpec(system=SYSTEM, show_tools=False, no_call=NO_CALL, told_as=ChatRole.TOOL)
+
+    async def grade(self, task: Task, attempt: Attempt) -> Grade:
         problem = problem_of(task.kind, task.level, task.seed, task.split)
-        note = _first_difference(problem, files)
+        note = _first_difference(problem, attempt.files)
         if not note and problem.hidden_calls is not None:
-            note = await _run_hidden_calls(problem, files, probe)
+            note = await _run_hidden_calls(problem, attempt.files, attempt.probe)
         return Grade(reward=0.0 if note else 1.0, success=not note, note=note or "all checks passed")
 
 

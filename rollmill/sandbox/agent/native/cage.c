@@ -253,8 +253,9 @@ static void mount_root(struct embryo *e, const struct order *o) {
 }
 
 static void show(int fd, const char *path, const char *at, uint64_t attributes) {
-    /* A view that came by path is a clone of our own already. */
+    /* A view that came by path is a clone of our own already. So is a folder of the host, which only its opener's namespace may clone. */
     int clone = s_->by_path && !*path ? dup(fd) : sys_open_tree(fd, path, TREE_CLONE | (*path ? 0 : TREE_EMPTY));
+    if (clone < 0 && errno == EINVAL && !*path) clone = dup(fd);
     if (clone < 0 || (attributes && sys_set_attributes(clone, "", TREE_EMPTY, attributes, -1) < 0)) fail("show a layer");
     if (sys_move_mount(clone, "", AT_FDCWD, at) < 0) fail("show a layer");
     close(clone);

@@ -188,11 +188,21 @@ def _show_layers(settings: Settings, disk: int, order: Order) -> None:
         with k.step("show a layer"):
             at = b"mnt/view/%d" % number
             _make_folder(at)
-            # One that came from the opener's keeping is a clone of our own already.
-            clone = os.dup(view) if settings.by_path else k.open_tree(view, b"", k.TREE_CLONE | k.TREE_EMPTY)
+            clone = _own(settings, view)
             k.set_attributes(clone, k.ATTR_RDONLY | k.ATTR_NODEV | k.ATTR_NOSUID)
             k.attach(clone, at)
             os.close(clone)
+
+
+def _own(settings: Settings, view: int) -> int:
+    """A mount that can be attached here. One that came from the opener is a clone of our own already, and nobody else may clone it."""
+    if not settings.by_path:
+        try:
+            return k.open_tree(view, b"", k.TREE_CLONE | k.TREE_EMPTY)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    return os.dup(view)
 
 
 def _make_home(settings: Settings, path: bytes, order: Order) -> None:

@@ -1,0 +1,73 @@
+"""From the run file's [agent] to whoever plays the episodes; owns the gateway's HTTP server, which only foreign agents need."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable
+
+from rollmill.config import AgentSection, RunConfig
+from rollmill.gateway import Gateway
+from rollmill.gateway.keys import KeyRing
+from rollmill.gateway.server import start_gateway
+from rollmill.harness import Limits
+from rollmill.harness.program import Program
+from rollmill.harness.remote import RemoteService, Reports
+from rollmill.rollout.foreign import Door, ProgramAgent, RemoteAgent, check_machine
+from rollmill.rollout.own import OwnAgent
+from rollmill.rollout.played import Player
+from rollmill.sandbox import SandboxBackend
+from rollmill.tasks import TaskFamily
+from rollmill.telemetry import Waits
+
+MakePlayer = Callable[[Limits], Player]
+
+
+@contextlib.asynccontextmanager
+async def players(
+    config: RunConfig, family: TaskFamily, gateway: Gateway, sandboxes: SandboxBackend, waits: Waits
+) -> AsyncIterator[MakePlayer]:
+    """Makes players as long as it is open; training and evaluation have one each."""
+    agent = config.agent
+    if agent.kind == "default":
+        yield lambda limits: OwnAgent(family, gateway, sandboxes, limits, waits)
+        return
+    if agent.kind == "program" and agent.where == "inside":
+        check_machine(await sandboxes.capabilities(), site=agent.site)
+    reports = Reports()
+    server = await start_gateway(gateway, host=agent.host, port=agent.port, keys=KeyRing(), on_status=reports.post)
+    try:
+        if agent.kind == "program":
+            yield lambda limits: _program(agent, family, gateway, server, sandboxes, waits)
+        else:
+            yield lambda limits: _remote(agent, config.run.dir.name, gateway, server, reports)
+    finally:
+        await server.close()
+
+
+def _program(
+    agent: AgentSection, family: TaskFamily, gateway: Gateway, door: Door, sandboxes: SandboxBackend, waits: Waits
+) -> ProgramAgent:
+    program = Program(command=agent.command, env=agent.env, stdin=agent.stdin, graded_exit_codes=agent.graded_exit_codes)
+    return ProgramAgent(
+        program,
+        family,
+        gateway,
+        door,
+        sandboxes,
+        waits,
+        is_inside=agent.where == "inside",
+        model=agent.model,
+        time_s=agent.time_s,
+        image=agent.image,
+        site=agent.site,
+        memory_bytes=agent.memory_mb << 20,
+    )
+
+
+def _remote(agent: AgentSection, run: str, gateway: Gateway, door: Door, reports: Reports) -> RemoteAgent:
+    key = os.environ.get(agent.key_env, "") if agent.key_env else ""
+    if agent.key_env and not key:
+        raise ValueError(f"agent.key_env names the environment variable {agent.key_env!r}, which is not set")
+    service = RemoteService(agent.url, key=key, poll_s=agent.poll_s)
+    return RemoteAgent(service, gateway, door, run=run, reports=reports, model=agent.model)

@@ -1,0 +1,74 @@
+"""Collects what an agent left and has the family judge it, outside the agent's reach. The grader's mistakes are failures, never rewards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from rollmill.records import Boundary, Grade, RunFailure, Task
+from rollmill.rollout.played import Played
+from rollmill.sandbox import Sandbox, SandboxBackend, SandboxSpec
+from rollmill.tasks import Attempt, TaskFamily
+from rollmill.telemetry import Waits
+
+MAX_FILES, MAX_FILE_BYTES = 200, 1 << 20
+PROBE_S = 10.0
+
+
+async def collect(box: Sandbox) -> dict[str, str]:
+    """The files the agent left; oversized or unreadable ones count as absent, which is the agent's own doing."""
+    files: dict[str, str] = {}
+    try:
+        for path in (await box.list())[:MAX_FILES]:
+            try:
+                files[path] = (await box.read(path, limit_bytes=MAX_FILE_BYTES)).decode("utf-8", "replace")
+            except OSError:
+                continue
+    except OSError:
+        return {}
+    return files
+
+
+class Grader:
+    def __init__(self, family: TaskFamily, sandboxes: SandboxBackend, waits: Waits) -> None:
+        self._family, self._sandboxes, self._waits = family, sandboxes, waits
+
+    def waiting(self, deadline: float) -> AbstractContextManager[object]:
+        return self._waits.of("sandbox", owner="sandbox backend", deadline_s=max(0.0, deadline - time.monotonic()))
+
+    async def grade(self, task: Task, played: Played, *, deadline: float) -> Grade:
+        async def probe(files: Mapping[str, str], argv: Sequence[str]) -> str:
+            with self.waiting(deadline):
+                box = await self._sandboxes.create(SandboxSpec(files=dict(files), lifetime_s=PROBE_S + 30.0))
+            try:
+                result = await box.exec(argv, timeout_s=PROBE_S)
+            finally:
+                await box.close()
+            return "" if result.timed_out or result.exit_code != 0 else result.stdout.decode("utf-8", "replace")
+
+        attempt = Attempt(
+            files=played.files,
+            messages=played.messages,
+            answer=last_answer(played.messages),
+            stop=played.stop,
+            token_ids=tuple(i for w in played.windows for i in w.tokens_T[w.sampled_T != 0].tolist()),
+            probe=probe,
+            facts=played.facts,
+        )
+        try:
+            grade = await self._family.grade(task, attempt)
+        except RunFailure:
+            raise
+        except Exception as error:
+            # A family is foreign code: whatever it raises is recorded as the grader's failure, never as a reward.
+            raise RunFailure(Boundary.GRADER, f"grading {task.task_id} raised {type(error).__name__}: {error}") from error
+        if grade.reward != grade.reward or abs(grade.reward) == float("inf"):
+            raise RunFailure(Boundary.GRADER, f"grading {task.task_id} gave the reward {grade.reward}")
+        return grade
+
+
+def last_answer(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The text of the last thing the agent said."""
+    return next((str(m.get("content") or "") for m in reversed(messages) if m.get("role") == "assistant"), "")
