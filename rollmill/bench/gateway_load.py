@@ -10,6 +10,7 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
@@ -31,7 +32,12 @@ class Load:
         if self._http is None:
             timeout = aiohttp.ClientTimeout(total=READ_S)
             self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout, read_bufsize=1 << 18)
-        what = {"one_by_one": self._one_by_one, "at_once": self._at_once, "streams": self._streams}[question.pop("what")]
+        ways: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = {
+            "one_by_one": self._one_by_one,
+            "at_once": self._at_once,
+            "streams": self._streams,
+        }
+        what = ways[question.pop("what")]
         used = resource.getrusage(resource.RUSAGE_SELF)
         answer = await what(**question)
         after = resource.getrusage(resource.RUSAGE_SELF)
@@ -51,7 +57,8 @@ class Load:
 
     async def _one_by_one(self, url: str, key: str, body: str, num: int, limit_s: float) -> dict[str, Any]:
         """Whole calls, one after the other."""
-        seconds, raw, end = [], body.encode(), time.monotonic() + limit_s
+        seconds: list[float] = []
+        raw, end = body.encode(), time.monotonic() + limit_s
         await self._call(url, key, raw)
         while len(seconds) < num and time.monotonic() < end:
             started = time.perf_counter()
@@ -77,13 +84,17 @@ class Load:
     async def _streams(self, url: str, key: str, body: str, num: int, spread_s: float) -> dict[str, Any]:
         """So many streams at once; when each first text came, how long the longest silence was, and how many reads it took."""
         assert self._http is not None
-        raw, first_s, gap_s, reads, chars, errors = body.encode(), [], [], [], [], []
-        http = self._http
+        first_s: list[float] = []
+        gap_s: list[float] = []
+        reads: list[int] = []
+        errors: list[str] = []
+        raw, http = body.encode(), self._http
 
         async def one(index: int) -> None:
             await asyncio.sleep(spread_s * index / num)
             started = last = time.perf_counter()
-            longest, count, first, size, tail = 0.0, 0, None, 0, b""
+            first: float | None = None
+            longest, count, tail = 0.0, 0, b""
             try:
                 async with http.post(url, data=raw, headers=_headers(key)) as reply:
                     if reply.status != 200:
@@ -94,7 +105,7 @@ class Load:
                             first = now - started
                         elif first is not None:
                             longest = max(longest, now - last)
-                        last, count, size, tail = now, count + 1, size + len(data), (tail + data)[-64:]
+                        last, count, tail = now, count + 1, (tail + data)[-64:]
                 if b"[DONE]" not in tail:
                     raise RuntimeError(f"the stream ended with {tail!r}")
             except (aiohttp.ClientError, TimeoutError, OSError, RuntimeError) as error:
@@ -103,7 +114,6 @@ class Load:
             first_s.append(first if first is not None else last - started)
             gap_s.append(longest)
             reads.append(count)
-            chars.append(size)
 
         started = time.perf_counter()
         await asyncio.gather(*(one(i) for i in range(num)))

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from starlette.types import Receive, Scope, Send
 
 from rollmill.engine.protocol import (
     FinishReason,
@@ -31,7 +32,6 @@ from rollmill.model.tokenizer import Tokenizer
 from rollmill.web import Server, bind
 
 TEXT = "the answer to this is that every token takes its turn and none of them is ever sent twice by anyone "
-Send = Any
 
 
 class Stub:
@@ -45,7 +45,7 @@ class Stub:
         self._text = "".join(self._pieces)
         self._logprobs = np.full(num_tokens, -0.5, "<f4").tobytes()
 
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         path, body, more = scope["path"], b"", True
@@ -93,8 +93,8 @@ class Stub:
     async def _frames(self) -> AsyncIterator[bytes]:
         for token in self._ids:
             await self._pause(1)
-            yield _frame(StreamFrame(piece=Piece(token_ids=[token], logprobs=[-0.5], version=1)))
-        yield _frame(StreamFrame(reply=self._reply()))
+            yield StreamFrame(piece=Piece(token_ids=[token], logprobs=[-0.5], version=1)).to_bytes()
+        yield StreamFrame(reply=self._reply()).to_bytes()
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {"id": "chatcmpl-stub", "object": kind, "created": int(time.time()), "model": "policy"}
@@ -120,11 +120,6 @@ class Stub:
         await self._pause(1)
         yield event({}, "stop")
         yield b"data: [DONE]\n\n"
-
-
-def _frame(frame: StreamFrame) -> bytes:
-    data = msgspec.msgpack.encode(frame)
-    return len(data).to_bytes(4, "little") + data
 
 
 async def _whole(send: Send, body: bytes, kind: str) -> None:

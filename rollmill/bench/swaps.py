@@ -23,8 +23,9 @@ import torch
 
 from rollmill.bench.report import Row, result, rounded, say
 from rollmill.bench.shapes import random_model, shape_of
-from rollmill.engine.engine import Engine, EnginePhase, reply_of
+from rollmill.engine.engine import Engine, EnginePhase
 from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest, SwapMode
+from rollmill.engine.replies import reply_of
 from rollmill.engine.swap import WeightWatch, follower_of
 from rollmill.model import Model, compute_dtype, load_model
 from rollmill.weights import Publisher, fingerprint, open_store

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
-from rollmill.chat.messages import ChatMessage, ChatRole, Tool
+from rollmill.chat.messages import Call, ChatMessage, ChatRole, Tool
 from rollmill.chat.reader import AnswerReader, Thinking, mint_call_id
 from rollmill.chat.template import Turns, user
 from rollmill.chat.text_stream import TextStream
 from rollmill.chat.tool_formats import ToolFormat, open_format
-from rollmill.chat.tool_grammar import tool_lark
+from rollmill.chat.tool_grammar import answer_lark
 from rollmill.engine.protocol import Constraint, ConstraintKind
-from rollmill.model.chat_template import ChatTemplate
 from rollmill.model.tokenizer import Tokenizer
 
 _THINKING = (Thinking("<think>", "</think>"), Thinking("[THINK]", "[/THINK]"), Thinking("<seed:think>", "</seed:think>"))
@@ -27,21 +29,13 @@ class ChatFormat:
         """`options` are the template's own switches, such as `enable_thinking`."""
         self.tokenizer = tokenizer
         self.options = dict(options)
-        template = ChatTemplate.of(tokenizer)
-        source = template.text(has_tools=True)
+        source = tokenizer.chat_template.text(has_tools=True)
         self.tool_format: ToolFormat = open_format(tool_format, source)
-        self.turns = Turns(
-            template,
-            self.tool_format,
-            neutral=tokenizer.neutral,
-            markers=tokenizer.markers,
-            stop_texts=[tokenizer.decode([i]) for i in sorted(tokenizer.stop_ids)],
-            options=self.options,
-        )
+        self.turns = Turns(tokenizer, self.tool_format, options=self.options)
         self.thinking: Thinking | None = next(
             (t for t in _THINKING if t.opening in tokenizer.markers or t.opening in source or t.closing in source), None
         )
-        self._is_thinking = bool(tokenizer.templates) and self._opens_thinking(self.turns.try_opening([user("u")]))
+        self._is_thinking = self._opens_thinking(self.turns.try_opening([user("u")]))
 
     def first(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[int]:
         """Prompt ids of a whole conversation, ending with the opening of the assistant's turn, or with what the client has begun to say
@@ -71,21 +65,23 @@ class ChatFormat:
     ) -> tuple[int, list[int]]:
         """The client repeats an answer differently, as `said`: how many leading sampled ids are still what it says, and the ids that
         follow them: the rest of the answer as the client tells it, closing, `new`, next opening."""
-        ended = bool(sampled) and sampled[-1] in self.tokenizer.stop_ids
-        texts, told = self._texts(sampled[:-1] if ended else sampled), self._retold(sampled, said, tools)
-        whole = "".join(texts)
-        if told == whole:
+        body = sampled[:-1] if sampled and sampled[-1] in self.tokenizer.stop_ids else sampled
+        texts = self._texts(body)
+        raw = "".join(texts)
+        head, words, tail = self._retold(raw, body, said, tools)
+        told = head + words + tail
+        if told == raw:
             return len(sampled), self.after(history, sampled[-1] if sampled else None, new, tools)
-        num_same = next((n for n, (a, b) in enumerate(zip(whole, told, strict=False)) if a != b), min(len(whole), len(told)))
-        num_kept, num_chars, at = 0, 0, 0
-        for n, text in enumerate(texts, 1):
-            at += len(text)
-            if at > num_same:
-                break
-            if text:
-                num_kept, num_chars = n, at
-        rest = self.tokenizer.encode(self.tokenizer.neutral(told[num_chars:]))
-        return num_kept, rest + self.after(history, None, new, tools)
+        num_same = next((n for n, (a, b) in enumerate(zip(raw, told, strict=False)) if a != b), min(len(raw), len(told)))
+        ends = list(accumulate(map(len, texts)))
+        num_kept = bisect_right(ends, num_same)
+        # A token may end inside a character that the client does not say.
+        while num_kept and self.tokenizer.decode(body[:num_kept]) != raw[: ends[num_kept - 1]]:
+            num_kept -= 1
+        num_chars = ends[num_kept - 1] if num_kept else 0
+        at = max(num_chars - len(head), 0)
+        rest = head[num_chars:] + self.tokenizer.neutral(words[at:]) + tail[max(at - len(words), 0) :]
+        return num_kept, self.tokenizer.encode(rest) + self.after(history, None, new, tools)
 
     def reader(
         self,
@@ -125,9 +121,19 @@ class ChatFormat:
             raise ValueError(f"a call of {forced_tool or 'some tool'!r} is asked for, the tools of this request are: {names}")
         if not self.tool_format.blocks:
             raise ValueError(f"calls cannot be asked for: the tool format of this model is {self.tool_format.name!r}")
-        text = tool_lark(
+        return self._grammar(known, None, parallel)
+
+    def json_grammar(self, schema: Mapping[str, Any], tools: Sequence[Tool] = (), *, parallel: bool = True) -> Constraint:
+        """The answer must be JSON that follows `schema`, or calls of `tools` where there are some: an agent with both uses them first."""
+        if self.thinking is None and not tools:
+            return Constraint(kind=ConstraintKind.JSON_SCHEMA, text=json.dumps(schema))
+        return self._grammar(tools if self.tool_format.blocks else (), schema, parallel)
+
+    def _grammar(self, tools: Sequence[Tool], schema: Mapping[str, Any] | None, parallel: bool) -> Constraint:
+        text = answer_lark(
             self.tool_format,
-            known,
+            tools,
+            schema=schema,
             parallel=parallel,
             thinking=self.thinking,
             is_thinking=self._is_thinking,
@@ -144,21 +150,19 @@ class ChatFormat:
         out = [stream.feed((i,)) for i in ids]
         return out if not out else [*out[:-1], out[-1] + stream.finish()]
 
-    def _retold(self, sampled: Sequence[int], said: ChatMessage, tools: Sequence[Tool]) -> str:
-        """The raw text of an answer with the client's words in place of the model's; reasoning and equal calls stay as sampled."""
+    def _retold(self, raw: str, ids: Sequence[int], said: ChatMessage, tools: Sequence[Tool]) -> tuple[str, str, str]:
+        """An answer's raw text with the client's words in place of the model's, in three parts: what is before them, they, and what is
+        after them. Reasoning and equal calls stay as sampled."""
         reader = self.reader(has_tools=True, tools=tools)
-        reader.feed(sampled, last=True)
+        reader.feed(ids, last=True)
         was = reader.message()
-        ended = bool(sampled) and sampled[-1] in self.tokenizer.stop_ids
-        raw = self.tokenizer.decode(sampled[:-1] if ended else sampled)
-        start = self._text_start(raw)
-        text = was.text.strip()
+        text, start = was.text.strip(), self._text_start(raw)
         at = raw.find(text, start)
         if at >= 0 and _same_calls(was, said):
             tail = raw[at + len(text) :]
         else:
-            at, tail = max(at, start), self.tool_format.write(said.calls)
-        return raw[:at] + said.text.strip() + tail
+            at, tail = max(at, start), self.tool_format.write([self.turns.shape.clean_call(c) for c in said.calls])
+        return raw[:at], said.text.strip(), tail
 
     def _text_start(self, raw: str) -> int:
         """Where reasoning ends and the answer proper begins."""
@@ -179,10 +183,9 @@ def _split_begun(messages: Sequence[ChatMessage]) -> tuple[Sequence[ChatMessage]
 
 
 def _same_calls(a: ChatMessage, b: ChatMessage) -> bool:
-    return [_meaning(a, n) for n in range(len(a.calls))] == [_meaning(b, n) for n in range(len(b.calls))]
-
-
-def _meaning(message: ChatMessage, n: int) -> bytes:
-    """A call but for its id, which clients rewrite."""
-    call = message.calls[n]
-    return ChatMessage(role=ChatRole.ASSISTANT, calls=(type(call)(id="", name=call.name, arguments=call.arguments),)).key()
+    """But for their ids, which clients rewrite."""
+    keys = [
+        ChatMessage(role=ChatRole.ASSISTANT, calls=tuple(Call(id="", name=c.name, arguments=c.arguments) for c in m.calls)).key()
+        for m in (a, b)
+    ]
+    return keys[0] == keys[1]

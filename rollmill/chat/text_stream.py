@@ -128,8 +128,10 @@ class WindowCharacters:
         full = self._decoder.decode(self._ids)
         if not full.endswith("\ufffd"):
             return self._give(count, full)
-        # A cut inside a character shows: its two halves, decoded apart, are not the whole.
-        for end in range(count - 1, max(count - _MAX_PARTIAL_TOKENS, self._read + 1) - 1, -1):
+        if count - self._read <= _MAX_PARTIAL_TOKENS:
+            return ""
+        # A cut inside an earlier character shows: its two halves, decoded apart, are not the whole.
+        for end in range(count - _MAX_PARTIAL_TOKENS, count):
             if full == self._decoder.decode(self._ids[:end]) + self._decoder.decode(self._ids[end:]):
                 return self._give(end)
         return ""

@@ -1,4 +1,5 @@
-"""A grammar under which an answer is nothing but well-formed tool calls, in llguidance's dialect of Lark; made from a format's data."""
+"""A grammar under which an answer is nothing but well-formed tool calls, or JSON of a schema, in llguidance's dialect of Lark; the calls
+are made from a format's data."""
 
 from __future__ import annotations
 
@@ -41,34 +42,46 @@ class _Rules:
 
     def until(self, name: str, ending: str) -> str:
         """Any text up to and with `ending`."""
-        atoms = self.atoms(ending)
-        if ending in self._specials:
-            return self.add(name, f"{_ANYTHING} {atoms[0]}")
-        return self.add(f"{name}[suffix={json.dumps(ending, ensure_ascii=False)}]", _ANYTHING).partition("[")[0]
+        first, *rest = [part for part in self._apart.split(ending) if part]
+        more = [self._atom(part) for part in rest]
+        if first in self._specials:
+            return self.add(name, " ".join([_ANYTHING, self._atom(first), *more]))
+        self.add(f"{name}[suffix={json.dumps(first, ensure_ascii=False)}]", _ANYTHING)
+        return " ".join([name, *more])
 
     def text(self) -> str:
         return "%llguidance {}\n" + "\n".join(self._lines) + "\n"
 
 
-def tool_lark(
+def answer_lark(
     tool_format: ToolFormat,
-    tools: Sequence[Tool],
+    tools: Sequence[Tool] = (),
     *,
+    schema: Mapping[str, Any] | None = None,
     parallel: bool = True,
     thinking: Thinking | None = None,
     is_thinking: bool = False,
     specials: Mapping[str, int] = {},
 ) -> str:
-    """`specials`: special tokens by their text; `is_thinking`: the prompt has opened the reasoning, which must end first."""
+    """Calls of `tools` where there are some, or JSON that follows `schema` where there is one.
+
+    `specials`: special tokens by their text; `is_thinking`: the prompt has opened the reasoning, which must end first.
+    """
     rules = _Rules(specials)
-    calls = [_call(rules, tool_format, tool, n) for n, tool in enumerate(tools)]
-    one = rules.add("call", " | ".join(calls))
-    between = " ".join(rules.atoms(tool_format.between))
-    body = [*rules.atoms(tool_format.begin), one, *([f"({between} {one})*"] if parallel else []), *rules.atoms(tool_format.end)]
+    ways = []
+    if tools:
+        one = rules.add("call", " | ".join([_call(rules, tool_format, tool, n) for n, tool in enumerate(tools)]))
+        between = " ".join(rules.atoms(tool_format.between))
+        more = [f"({between} {one})*"] if parallel else []
+        ways.append(rules.add("calls", " ".join([*rules.atoms(tool_format.begin), one, *more, *rules.atoms(tool_format.end)])))
+    if schema is not None:
+        ways.append(rules.add("answer", f"%json {json.dumps(schema)}"))
+    start = " | ".join(ways)
     if thinking is not None:
         thought = f"{rules.until('thought', thinking.closing)} /\\s*/"
-        body.insert(0, thought if is_thinking else f"({' '.join(rules.atoms(thinking.opening))} {thought})?")
-    rules.add("start", " ".join(body))
+        opening = " ".join(rules.atoms(thinking.opening))
+        start = f"{thought} ({start})" if is_thinking else f"({opening} {thought})? ({start})"
+    rules.add("start", start)
     return rules.text()
 
 

@@ -30,10 +30,10 @@ from rollmill.engine.protocol import (
     ScoreReply,
     ScoreRequest,
     SwapMode,
-    Timing,
 )
+from rollmill.engine.replies import Posted, deliver, due, news, reply_of, score_of
 from rollmill.engine.room import pages_that_fit
-from rollmill.engine.scheduler import Scheduler, Sequence, SequenceState, Step, Update
+from rollmill.engine.scheduler import Scheduler, Sequence, SequenceState, Update
 from rollmill.model import Model, ModelConfig
 from rollmill.model.route_record import RouteRecord
 from rollmill.model.routes import route_shape
@@ -41,7 +41,6 @@ from rollmill.ops import PAGE
 from rollmill.weights import Fingerprint, WrongBase, WrongWeights, fingerprint
 
 log = logging.getLogger(__name__)
-Posted = list[tuple[Sequence, Update]]
 SWAP_PATIENCE_S = 5.0
 """Longest that a staged version waits for requests that the last one made start again."""
 
@@ -115,7 +114,7 @@ class Engine:
         if num_pages < longest:
             raise ValueError(f"{num_pages} pages of {PAGE} tokens cannot hold one context of {self.max_len}; give more, or lower max_len")
         self._forward = Forward(model, num_pages=num_pages, max_len=self.max_len)
-        self.scheduler = Scheduler(PageBook(num_pages), num_slots=num_slots, step_tokens=step_tokens, on_preempt=self._keep_routes)
+        self.scheduler = Scheduler(PageBook(num_pages), num_slots=num_slots, step_tokens=step_tokens, on_preempt=self._before_preempt)
         self._max_open = num_slots + max_waiting
         self._restarted: dict[int, int] = {}
         """Requests that a swap made start again, and how many tokens each had: the next swap waits until they have got on."""
@@ -324,9 +323,10 @@ class Engine:
         updates: Posted = []
         if ended:
             self._finish(ended, updates)
-        updates += [(seq, self._news(seq)) for seq in sampled.seqs if seq.streams and seq.state is SequenceState.RUNNING]
+        updates += due(sampled.seqs, version=self.version, now=now)
         self.metrics.count_tokens(len(sampled.ids), now)
-        self._observe(step, now - began)
+        self.metrics.observe(step, now - began, num_kept=self.scheduler.book.num_kept)
+        self._show_lines()
         if updates:
             self._post(updates)
 
@@ -356,8 +356,10 @@ class Engine:
                 ended.append((seq, FinishReason.CONTEXT))
         return ended
 
-    def _news(self, seq: Sequence, finished: FinishReason | None = None) -> Update:
-        return Update(num_sampled=seq.num_sampled, version=self.version, finished=finished)
+    def _before_preempt(self, seq: Sequence) -> None:
+        self._keep_routes(seq)
+        if seq.streams:
+            self._post([(seq, news(seq, version=self.version))])
 
     def _keep_routes(self, seq: Sequence) -> None:
         """Before its pages go: the experts of every token computed so far, unless known from an earlier time."""
@@ -386,23 +388,14 @@ class Engine:
             self.scheduler.finish(seq, reason, version=self.version, now=now)
             del self._by_key[seq.key]
             self.metrics.finished.labels(reason).inc()
-            batch.append((seq, self._news(seq, reason)))
-        self.metrics.running.set(len(self.scheduler.running))
-        self.metrics.waiting.set(len(self.scheduler.waiting))
+            batch.append((seq, news(seq, version=self.version)))
+        self._show_lines()
         if updates is None and batch:
             self._post(batch)
 
-    def _observe(self, step: Step, took_s: float) -> None:
-        m = self.metrics
-        m.step_s.observe(took_s)
-        m.running.set(len(self.scheduler.running))
-        m.waiting.set(len(self.scheduler.waiting))
-        for seq in step.admitted:
-            m.queue_s.observe(seq.admitted_at - seq.arrived_at)
-            m.reused_tokens.inc(seq.num_reused)
-        m.preemptions.inc(len(step.preempted))
-        m.kept_pages.set(self.scheduler.book.num_kept)
-        m.prefill_tokens.inc(sum(c.end - c.start for c in step.chunks[step.num_decode :]))
+    def _show_lines(self) -> None:
+        self.metrics.running.set(len(self.scheduler.running))
+        self.metrics.waiting.set(len(self.scheduler.waiting))
 
     def _swap(self, pending: _PendingSwap) -> None:
         """Let the offered version in, or hear why the old one serves on."""
@@ -435,6 +428,8 @@ class Engine:
         for seq in [*self.scheduler.running, *self.scheduler.waiting]:
             seq.stamp(self.version)
             seq.is_clean = seq.state is SequenceState.WAITING
+        if untold := [(seq, news(seq, version=self.version)) for seq in self.scheduler.running if seq.streams]:
+            self._post(untold)
         self.scheduler.book.forget()
         restarted = self.scheduler.restart(only_scores=self.swap_mode is SwapMode.KEEP_KV)
         self._restarted |= {seq.key: seq.num_sampled for seq in restarted}
@@ -472,39 +467,4 @@ class Engine:
             seq.end(reason, version=self.version, now=time.monotonic())
             self.metrics.finished.labels(reason).inc()
         if orphans:
-            self._post([(seq, self._news(seq, reason)) for seq in orphans])
-
-
-def deliver(batch: Posted) -> None:
-    """Hand updates to their listeners, on the calling thread."""
-    for seq, update in batch:
-        seq.on_update(seq, update)
-
-
-def reply_of(seq: Sequence, replica: str = "") -> GenerateReply:
-    """The reply of a finished sequence, sampled by `replica`."""
-    assert seq.finish_reason is not None, "the request still runs"
-    return GenerateReply(
-        token_ids=seq.tokens[seq.num_prompt :],
-        logprobs=np.asarray(seq.logprobs, "<f4").tobytes(),
-        spans=seq.spans,
-        finish_reason=seq.finish_reason,
-        seed=seq.seed,
-        num_reused=seq.num_reused,
-        stale_from=seq.stale_from,
-        replica=replica,
-        routes=seq.routes,
-        tops=seq.tops,
-        forced=seq.forced,
-        timing=Timing(
-            queue_s=(seq.admitted_at or seq.finished_at) - seq.arrived_at,
-            first_token_s=seq.first_token_at - seq.arrived_at if seq.first_token_at else 0.0,
-            total_s=seq.finished_at - seq.arrived_at,
-        ),
-    )
-
-
-def score_of(seq: Sequence) -> ScoreReply:
-    """The reply of tokens that were scored; a swap on the way has started them again, so one version computed them all."""
-    assert seq.score_from is not None
-    return ScoreReply(logprobs=np.asarray(seq.logprobs, "<f4").tobytes(), version=seq.version, start=seq.score_from)
+            self._post([(seq, news(seq, version=self.version)) for seq in orphans])

@@ -6,6 +6,9 @@ from collections import deque
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from rollmill.engine.protocol import FinishReason
+from rollmill.engine.scheduler import Step
+
 RATE_WINDOW_S = 5.0
 
 
@@ -29,12 +32,22 @@ class Metrics:
         self.waiting = Gauge("engine_waiting", "Requests that wait", registry=r)
         self.kept_pages = Gauge("engine_kept_pages", "Pages of ended requests kept for others with the same beginning", registry=r)
         self.version = Gauge("engine_version", "Served weight version", registry=r)
-        for reason in ("stop", "length", "context", "deadline", "cancelled", "version", "error"):
+        for reason in FinishReason:
             self.finished.labels(reason)
         for outcome in ("confirmed", "refused"):
             self.swaps.labels(outcome)
         self._marks: deque[tuple[float, int]] = deque()
         self.num_tokens = 0
+
+    def observe(self, step: Step, took_s: float, *, num_kept: int) -> None:
+        """A step has run, and so many pages of ended requests are kept."""
+        self.step_s.observe(took_s)
+        for seq in step.admitted:
+            self.queue_s.observe(seq.admitted_at - seq.arrived_at)
+            self.reused_tokens.inc(seq.num_reused)
+        self.preemptions.inc(len(step.preempted))
+        self.kept_pages.set(num_kept)
+        self.prefill_tokens.inc(sum(c.end - c.start for c in step.chunks[step.num_decode :]))
 
     def count_tokens(self, num_tokens: int, now: float) -> None:
         self.tokens.inc(num_tokens)

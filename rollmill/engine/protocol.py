@@ -242,6 +242,10 @@ class StreamFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     reply: GenerateReply | None = None
     error: StreamError | None = None
 
+    def to_bytes(self) -> bytes:
+        body = msgspec.msgpack.encode(self)
+        return len(body).to_bytes(4, "little") + body
+
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Logprobs of given tokens, as one prefill computes them: what an audit compares sampled ones with.

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollmill.engine.constrain import Constraints
-from rollmill.engine.engine import Engine, EnginePhase, Posted, deliver
+from rollmill.engine.engine import Engine, EnginePhase
 from rollmill.engine.protocol import SwapMode
+from rollmill.engine.replies import Posted, deliver
 from rollmill.engine.server import make_app
 from rollmill.engine.service import Service
 from rollmill.engine.swap import WeightWatch, follower_of

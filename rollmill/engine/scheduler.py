@@ -10,6 +10,7 @@ Every line of clients (`queue`) is first come first served, and the lines take t
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from enum import StrEnum
@@ -67,6 +68,8 @@ class Sequence:
         self.num_computed = 0
         """Tokens whose keys and values are in its pages."""
         self.num_reused = 0
+        self.told_at = -math.inf
+        """When whoever reads its stream last heard of it."""
         self.holding: Holding | None = None
         self.logprobs: list[float] = []
         self.tops: list[list[tuple[int, float]]] = []

@@ -18,8 +18,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from rollmill.engine.calls import Call, open_call
-from rollmill.engine.engine import EnginePhase, reply_of, score_of
+from rollmill.engine.engine import EnginePhase
 from rollmill.engine.protocol import FRAMES, JSON, MSGPACK, FinishReason, GenerateRequest, ScoreRequest, StreamError, StreamFrame
+from rollmill.engine.replies import reply_of, score_of
 from rollmill.engine.service import Service
 from rollmill.web import (
     ApiError,
@@ -58,20 +59,15 @@ async def stream(http: Request) -> Response:
         undo.pop_all()
 
     def failed(error: ApiError) -> bytes:
-        return _frame(StreamFrame(error=StreamError(status=error.status_code, message=error.detail, version=service.engine.version)))
+        return StreamFrame(error=StreamError(status=error.status_code, message=error.detail, version=service.engine.version)).to_bytes()
 
     return EventStream(_after(first, frames), on_end=call.cancel, on_error=failed, content_type=FRAMES)
 
 
-def _frame(frame: StreamFrame) -> bytes:
-    body = msgspec.msgpack.encode(frame)
-    return len(body).to_bytes(4, "little") + body
-
-
 async def _frames(call: Call, replica: str) -> AsyncIterator[bytes]:
     async for piece in call.pieces():
-        yield _frame(StreamFrame(piece=piece))
-    yield _frame(StreamFrame(reply=reply_of(call.seq, replica)))
+        yield StreamFrame(piece=piece).to_bytes()
+    yield StreamFrame(reply=reply_of(call.seq, replica)).to_bytes()
 
 
 async def _next(frames: AsyncIterator[bytes]) -> bytes:

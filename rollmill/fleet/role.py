@@ -39,7 +39,7 @@ def run_role(role: str, config: RunConfig, *, index: int = 0) -> int:
     """Run one role to its end; returns its exit status."""
     if role not in ROLES:
         raise ValueError(f"there is no role {role!r}; known: {', '.join(ROLES)}")
-    _die_with_supervisor()
+    die_with_supervisor()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     name = f"engine-{index}" if role == Role.ENGINE else role
@@ -66,7 +66,7 @@ def run_role(role: str, config: RunConfig, *, index: int = 0) -> int:
     return EXIT_STOPPED if stop.is_set() else EXIT_DONE
 
 
-def _die_with_supervisor() -> None:
+def die_with_supervisor() -> None:
     """A role started by a supervisor is killed by the kernel when that supervisor dies, however it dies."""
     parent = os.environ.get(PARENT_ENV)
     if parent is None or not sys.platform.startswith("linux"):

@@ -9,10 +9,13 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
+from rollmill.chat.messages import ChatMessage, ChatRole
 from rollmill.gateway.anthropic_input import CountRequest, MessagesCall, MessagesRequest, call_of, use_id
 from rollmill.gateway.blocks import Block, BlockKind, BlockWriter, blocks_of
 from rollmill.gateway.call import Answer, ChatCall, Event, Finish, TextCall
 from rollmill.gateway.dialect import Envelope, check_sampling, checked_stops, decode_body, sse
+from rollmill.gateway.response_store import ResponseStore, StoredResponse, Turn
+from rollmill.web import ApiError
 
 _STOPS = {Finish.STOP: "end_turn", Finish.LENGTH: "max_tokens", Finish.CALLS: "tool_use"}
 _ERRORS = {
@@ -37,11 +40,18 @@ class Messages:
 
     name = "anthropic"
 
+    def __init__(self, store: ResponseStore | None = None) -> None:
+        self.store = store if store is not None else ResponseStore()
+
     def parse(self, body: bytes) -> MessagesCall:
         request = decode_body(body, _REQUEST)
         check_sampling(temperature=request.temperature, top_p=request.top_p, top_k=request.top_k)
+        if request.compaction is not None:
+            raise ApiError(400, "compaction is not supported; ask for a summary in a message of your own")
+        if request.mcp_servers:
+            raise ApiError(400, "mcp_servers is not supported: nobody here calls them; give their tools as tools")
         return msgspec.structs.replace(
-            call_of(request),
+            call_of(request, self._before(request)),
             max_tokens=request.max_tokens,
             temperature=request.temperature,
             top_p=request.top_p,
@@ -49,6 +59,7 @@ class Messages:
             stops=checked_stops("stop_sequences", request.stop_sequences),
             stream=bool(request.stream),
             includes_usage=True,
+            is_kept=request.thread is not None,
         )
 
     def parse_count(self, body: bytes) -> MessagesCall:
@@ -59,24 +70,52 @@ class Messages:
         return b'{"input_tokens":%d}' % num_tokens
 
     def whole(self, call: ChatCall | TextCall, envelope: Envelope, answers: Sequence[Answer]) -> bytes:
+        assert isinstance(call, MessagesCall)
         (answer,) = answers
-        content = [_content(block) for block in blocks_of(answer, shows_reasoning=_shows(call))]
+        self.keep(call, envelope, answer)
+        content = [_content(block) for block in blocks_of(answer, shows_reasoning=call.shows_thinking)]
         return _encode(_message(envelope, content, *_stop_of(answer), _usage(answer)))
 
     def writer(self, call: ChatCall | TextCall, envelope: Envelope) -> MessagesWriter:
-        return MessagesWriter(envelope, shows_thinking=_shows(call))
+        assert isinstance(call, MessagesCall)
+        return MessagesWriter(self, call, envelope)
 
     def error(self, status: int, message: str, extra: Mapping[str, Any] = {}) -> bytes:
         kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
-        return _encode({"type": "error", "error": {"type": kind, "message": message}, **extra})
+        error = {"type": kind, "message": message}
+        if "details" in extra:
+            error["details"] = extra["details"]
+        return _encode({"type": "error", "error": error, **{k: v for k, v in extra.items() if k != "details"}})
+
+    def keep(self, call: MessagesCall, envelope: Envelope, answer: Answer) -> None:
+        """For a thread that goes on from this answer."""
+        if call.is_kept:
+            said = ChatMessage(role=ChatRole.ASSISTANT, text=answer.text, calls=answer.calls, reasoning=answer.reasoning)
+            turn = Turn(call.previous, (*call.new, said))
+            self.store.put(f"msg_{envelope.id}", StoredResponse(turn, head=call.head, tools=call.tools))
+
+    def _before(self, request: MessagesRequest) -> StoredResponse | None:
+        if request.thread is None or request.thread.type == "create":
+            return None
+        if request.thread.type != "continue":
+            raise ApiError(400, f"thread.type is {request.thread.type!r}, it must be create or continue")
+        if request.system is not None or request.tools is not None:
+            extra = {"details": {"error_code": "thread_fingerprint_mismatch"}}
+            raise ApiError(400, "a thread keeps the system and tools it was created with; leave them out, or create another", extra=extra)
+        name = request.thread.previous_message_id
+        found = self.store.get(name)
+        if found is None:
+            text = f"no thread with the message {name!r} is kept here; send the whole conversation with thread.type create"
+            raise ApiError(404, text, extra={"details": {"error_code": "thread_not_found"}})
+        return found
 
 
 class MessagesWriter(BlockWriter):
     """`message_start`, then blocks, then `message_delta` and `message_stop`."""
 
-    def __init__(self, envelope: Envelope, *, shows_thinking: bool) -> None:
-        super().__init__(shows_reasoning=shows_thinking)
-        self._envelope = envelope
+    def __init__(self, dialect: Messages, call: MessagesCall, envelope: Envelope) -> None:
+        super().__init__(shows_reasoning=call.shows_thinking)
+        self._dialect, self._call, self._envelope = dialect, call, envelope
         self._delta = b""
 
     def start(self, num_prompt: int) -> bytes:
@@ -109,16 +148,13 @@ class MessagesWriter(BlockWriter):
 
     def finish(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
+        self._dialect.keep(self._call, self._envelope, answer)
         reason, stop = _stop_of(answer)
         body = {"type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": stop}, "usage": _usage(answer)}
         return self.close() + sse(_encode(body), "message_delta") + sse(b'{"type":"message_stop"}', "message_stop")
 
     def fail(self, status: int, message: str) -> bytes:
-        return sse(Messages().error(status, message), "error")
-
-
-def _shows(call: ChatCall | TextCall) -> bool:
-    return isinstance(call, MessagesCall) and call.shows_thinking
+        return sse(self._dialect.error(status, message), "error")
 
 
 def _message(

@@ -7,7 +7,7 @@ the calls that were sampled.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -15,7 +15,9 @@ from msgspec import Meta
 
 from rollmill.chat.messages import Call, ChatMessage, ChatRole, Tool
 from rollmill.gateway.call import ChatCall, ToolChoice
+from rollmill.gateway.described import one_of
 from rollmill.gateway.dialect import MAX_TOKENS
+from rollmill.gateway.response_store import StoredResponse, Turn
 from rollmill.web import ApiError
 
 _CALL_ID = re.compile(r"call_([0-9a-f]{24})")
@@ -29,13 +31,13 @@ _THINKS = frozenset({"enabled", "adaptive", "between_tools"})
 class ContentBlock(msgspec.Struct, frozen=True, kw_only=True):
     """One block of a message; which fields count depends on `type`."""
 
-    type: str
+    type: Annotated[str, one_of("text", "tool_use", "tool_result", "thinking", "redacted_thinking")]
     """`text`, `tool_use`, `tool_result`, `thinking` or `redacted_thinking`."""
     text: str | None = None
     thinking: str = ""
     id: str = ""
     name: str = ""
-    input: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})] = msgspec.Raw()
+    input: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})] = msgspec.field(default_factory=msgspec.Raw)
     """Arguments of a `tool_use`."""
     tool_use_id: str = ""
     content: str | list[ContentBlock] | None = None
@@ -44,14 +46,14 @@ class ContentBlock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InputMessage(msgspec.Struct, frozen=True, kw_only=True):
-    role: str
+    role: Annotated[str, one_of("user", "assistant", "system")]
     """`user`, `assistant` or `system`."""
     content: str | list[ContentBlock]
 
 
 class InputTool(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    type: str | None = None
+    type: Annotated[str, one_of("custom")] | None = None
     """Absent or `custom`: tools that Anthropic's own servers would run are refused."""
     description: str = ""
     input_schema: dict[str, Any] = {}
@@ -59,24 +61,31 @@ class InputTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    type: str
+    type: Annotated[str, one_of("auto", "any", "tool", "none")]
     """`auto`, `any`, `tool` or `none`."""
     name: str = ""
     disable_parallel_tool_use: bool = False
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):
-    type: str
+    type: Annotated[str, one_of("enabled", "adaptive", "between_tools", "disabled")]
     """`enabled`, `adaptive`, `between_tools`: reasoning is shown in blocks of its own; `disabled` or absent: it is left out."""
 
 
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
-    type: str
+    type: Annotated[str, one_of("json_schema")]
     schema: dict[str, Any] = {}
 
 
 class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
     format: OutputFormat | None = None
+
+
+class ThreadPlace(msgspec.Struct, frozen=True, kw_only=True):
+    type: Annotated[str, one_of("create", "continue")]
+    """`create`: the conversation is kept under the answer's id. `continue`: `messages` follow the answer that is named, and system
+    and tools are those of then."""
+    previous_message_id: str = ""
 
 
 class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,11 +114,24 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     top_k: int | None = None
     stop_sequences: list[str] | None = None
     metadata: Metadata | None = None
+    thread: ThreadPlace | None = None
+    compaction: Any = None
+    """Refused: nobody here summarises."""
+    mcp_servers: list[Any] | None = None
+    """Refused, unless empty."""
 
 
 class MessagesCall(ChatCall, frozen=True, kw_only=True):
     shows_thinking: bool = False
     """Reasoning is told in blocks of its own; clients that did not ask for it take the first block for the text."""
+    is_kept: bool = False
+    """The conversation may be gone on from by the answer's id."""
+    head: tuple[ChatMessage, ...] = ()
+    """The system prompt."""
+    new: tuple[ChatMessage, ...] = ()
+    """What this request adds to the conversation."""
+    previous: Turn | None = None
+    """What it goes on from."""
 
 
 def use_id(call_id: str) -> str:
@@ -124,8 +146,9 @@ def call_id_of(use_id: str) -> str:
     return f"call_{found[1]}" if found else use_id
 
 
-def call_of(request: CountRequest) -> MessagesCall:
-    tools = tuple(_tool(t) for t in request.tools or ())
+def call_of(request: CountRequest, before: StoredResponse | None = None) -> MessagesCall:
+    """`before`: the answer that the request goes on from by its id."""
+    tools = before.tools if before is not None else tuple(_tool(t) for t in request.tools or ())
     choice = request.tool_choice or Choice(type="auto")
     names = {t.name for t in tools}
     if len(names) < len(tools):
@@ -139,15 +162,21 @@ def call_of(request: CountRequest) -> MessagesCall:
     form = (request.output_config and request.output_config.format) or request.output_format
     if form is not None and form.type != "json_schema":
         raise ApiError(400, f"output_config.format.type is {form.type!r}, it must be json_schema")
+    head = before.head if before is not None else _head(request)
+    past = before.turn.messages() if before is not None else []
+    new = _messages(request, past)
     return MessagesCall(
         model=request.model,
-        messages=_messages(request),
+        messages=(*head, *past, *new),
         tools=tools,
         tool_choice={"auto": ToolChoice.AUTO, "none": ToolChoice.NONE}.get(choice.type, ToolChoice.REQUIRED),
         forced_tool=choice.name if choice.type == "tool" else "",
         parallel_calls=not choice.disable_parallel_tool_use,
         schema=form.schema if form is not None else None,
         shows_thinking=request.thinking is not None and request.thinking.type in _THINKS,
+        head=head,
+        new=new,
+        previous=before.turn if before is not None else None,
     )
 
 
@@ -159,15 +188,19 @@ def _tool(tool: InputTool) -> Tool:
     return Tool(name=tool.name, description=tool.description, parameters=tool.input_schema, is_strict=bool(tool.strict))
 
 
-def _messages(request: CountRequest) -> tuple[ChatMessage, ...]:
+def _head(request: CountRequest) -> tuple[ChatMessage, ...]:
+    if not request.system:
+        return ()
+    blocks = request.system if isinstance(request.system, list) else [ContentBlock(type="text", text=request.system)]
+    text = "\n".join(t for t in _texts("system", blocks) if not t.startswith(_BILLING))
+    return (ChatMessage(role=ChatRole.SYSTEM, text=text),) if text else ()
+
+
+def _messages(request: CountRequest, past: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
     if not request.messages:
         raise ApiError(400, "messages is empty; send at least one message")
     found: list[ChatMessage] = []
-    if request.system:
-        blocks = request.system if isinstance(request.system, list) else [ContentBlock(type="text", text=request.system)]
-        text = "\n".join(t for t in _texts("system", blocks) if not t.startswith(_BILLING))
-        found += [ChatMessage(role=ChatRole.SYSTEM, text=text)] if text else []
-    names: dict[str, str] = {}
+    names = {c.id: c.name for m in past for c in m.calls}
     for i, message in enumerate(request.messages):
         where = f"messages[{i}].content"
         content = message.content
@@ -182,8 +215,8 @@ def _messages(request: CountRequest) -> tuple[ChatMessage, ...]:
                 found.append(ChatMessage(role=ChatRole.SYSTEM, text="\n".join(_texts(where, blocks))))
             case _:
                 raise ApiError(400, f"messages[{i}].role is {message.role!r}, it must be user, assistant or system")
-    if request.messages[-1].role == "assistant":
-        raise ApiError(400, "the last message is the assistant's; no answer is continued from a given beginning: end with a user message")
+    if found[-1].calls:
+        raise ApiError(400, f"{where} calls tools and nothing follows; send their results")
     return tuple(found)
 
 
@@ -205,7 +238,7 @@ def _user(where: str, blocks: list[ContentBlock], names: Mapping[str, str]) -> l
     texts: list[str] = []
 
     def flush() -> None:
-        if texts:
+        if texts or not blocks:
             found.append(ChatMessage(role=ChatRole.USER, text="\n".join(texts)))
             texts.clear()
 

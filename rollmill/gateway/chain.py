@@ -9,6 +9,8 @@ from blake3 import blake3
 
 from rollmill.chat.messages import ChatMessage, Tool
 
+MAX_REMEMBERED = 16_384
+
 
 class Key(msgspec.Struct, frozen=True, array_like=True):
     """What a conversation up to some message is known by.
@@ -20,25 +22,41 @@ class Key(msgspec.Struct, frozen=True, array_like=True):
     exact: bytes
     loose: bytes
 
-    def then(self, message: ChatMessage) -> Key:
-        said = message.key()
-        exact = _hash(self.exact, said)
-        if message.calls or message.call_id:
-            calls = tuple(msgspec.structs.replace(c, id="") for c in message.calls)
-            said = msgspec.structs.replace(message, calls=calls, call_id="").key()
-        elif self.exact == self.loose:
-            return Key(exact, exact)
-        return Key(exact, _hash(self.loose, said))
+
+class Keys:
+    """Makes keys. Clients repeat their whole conversation with every request, so what a message says is worked out once."""
+
+    def __init__(self) -> None:
+        self._said: dict[ChatMessage, tuple[bytes, bytes]] = {}
+
+    def chain(self, tools: Sequence[Tool], messages: Sequence[ChatMessage]) -> list[Key]:
+        """Of the conversation's prefixes, the empty one first. Tools are part of what the model is told, so they come before all else."""
+        start = _digest(msgspec.msgpack.encode([t.as_template() for t in tools], order="deterministic"))
+        keys = [Key(start, start)]
+        for message in messages:
+            keys.append(self.after(keys[-1], message))
+        return keys
+
+    def after(self, key: Key, message: ChatMessage) -> Key:
+        """Of the conversation that goes on with this message."""
+        said = self._said.get(message)
+        if said is None:
+            if len(self._said) >= MAX_REMEMBERED:
+                self._said.clear()
+            said = self._said[message] = _said(message)
+        words, ids = said
+        exact = _digest(key.exact + words + ids)
+        return Key(exact, exact if key.exact == key.loose and not ids else _digest(key.loose + words))
 
 
-def chain(tools: Sequence[Tool], messages: Sequence[ChatMessage]) -> list[Key]:
-    """Keys of the conversation's prefixes, the empty one first. Tools are part of what the model is told, so they come before all else."""
-    start = blake3(msgspec.msgpack.encode([t.as_template() for t in tools], order="deterministic")).digest(16)
-    keys = [Key(start, start)]
-    for message in messages:
-        keys.append(keys[-1].then(message))
-    return keys
+def _said(message: ChatMessage) -> tuple[bytes, bytes]:
+    """What a message says, and the ids in it."""
+    if not message.calls and not message.call_id:
+        return _digest(message.key()), b""
+    calls = tuple(msgspec.structs.replace(c, id="") for c in message.calls)
+    words = msgspec.structs.replace(message, calls=calls, call_id="").key()
+    return _digest(words), _digest(msgspec.msgpack.encode(([c.id for c in message.calls], message.call_id)))
 
 
-def _hash(before: bytes, said: bytes) -> bytes:
-    return blake3(before + said).digest(16)
+def _digest(data: bytes) -> bytes:
+    return blake3(data).digest(16)

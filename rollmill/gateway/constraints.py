@@ -9,6 +9,8 @@ from rollmill.engine.protocol import Constraint, ConstraintKind
 from rollmill.gateway.call import ChatCall, TextCall, ToolChoice
 
 _ANY_OBJECT = {"type": "object"}
+# JSON allows white space without end, and a model that does not know what to say fills its answer with it.
+_BOUNDED = {"x-guidance": {"whitespace_pattern": r"\n? {0,12}"}}
 _START = "\nstart: "
 
 
@@ -20,7 +22,7 @@ def constraint_of(call: ChatCall | TextCall, chat: ChatFormat) -> Constraint | N
         return chat.tool_grammar(call.tools, forced_tool=call.forced_tool, parallel=call.parallel_calls)
     if call.schema is None:
         return None
-    schema = msgspec.json.encode(call.schema or _ANY_OBJECT).decode()
+    schema = msgspec.json.encode({**_BOUNDED, **(call.schema or _ANY_OBJECT)}).decode()
     if call.tools and call.tool_choice is ToolChoice.AUTO:
         return _either(chat.tool_grammar(call.tools, parallel=call.parallel_calls), schema)
     return Constraint(kind=ConstraintKind.JSON_SCHEMA, text=schema)

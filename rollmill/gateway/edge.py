@@ -69,14 +69,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class EdgeServer(Server):
-    """`takes_signals`: ends gracefully on SIGINT and SIGTERM; not for a server inside a process that has its own."""
+    """A server that leaves signals to the process it lives in: uvicorn would raise them again before we have closed."""
 
-    def __init__(self, app: Any, *, graceful_s: float, takes_signals: bool) -> None:
+    def __init__(self, app: Any, *, graceful_s: float) -> None:
         super().__init__(app)
         self.config.http = BoundedProtocol
         # uvicorn waits in whole seconds.
         self.config.timeout_graceful_shutdown = max(1, round(graceful_s))
-        self._takes_signals = takes_signals
         self.is_up = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -85,8 +84,4 @@ class EdgeServer(Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        if self._takes_signals:
-            with super().capture_signals():
-                yield
-        else:
-            yield
+        yield

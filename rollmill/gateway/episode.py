@@ -17,7 +17,7 @@ from blake3 import blake3
 from rollmill.chat.format import ChatFormat
 from rollmill.chat.messages import ChatMessage, ChatRole, Tool
 from rollmill.engine.protocol import GenerateReply, VersionSpan
-from rollmill.gateway.chain import Key, chain
+from rollmill.gateway.chain import Key
 from rollmill.gateway.continuing import sources_of
 from rollmill.gateway.graph import Graph, Prompt, Sample, ids_before, path_of, routed_before, routes_in
 from rollmill.gateway.match import Book
@@ -29,8 +29,8 @@ from rollmill.gateway.windows import windows_of
 from rollmill.model.route_record import RouteShape
 from rollmill.records import Boundary, RunFailure, SourceSpan, Window
 
-MAX_CALLS = 8192
-MAX_TOKENS = 1 << 23
+MAX_ANSWERS = 8192
+MAX_TOKENS = 1 << 24
 
 
 class Episode:
@@ -46,13 +46,13 @@ class Episode:
         min_version: int | None = None,
         wants_routes: bool = False,
         realign_tokens: int = 64,
-        max_calls: int = MAX_CALLS,
+        max_answers: int = MAX_ANSWERS,
         max_tokens: int = MAX_TOKENS,
     ) -> None:
         """`sampling` is imposed on every call; None leaves it to the client."""
         self.key, self.chat, self.seed, self.sampling = key, chat, seed, sampling
         self.min_version, self.wants_routes, self.realign_tokens = min_version, wants_routes, realign_tokens
-        self.max_calls, self.max_tokens = max_calls, max_tokens
+        self.max_answers, self.max_tokens = max_answers, max_tokens
         self.graph = Graph()
         self.tally: Counter[str] = Counter()
         self.oldest_version: int | None = None
@@ -64,7 +64,7 @@ class Episode:
         self._raw = RawBook(chat.tokenizer)
         self._lock = threading.Lock()
         self._num_calls = 0
-        self._last_counted = -1
+        self._counted: set[int] = set()
         self._route_shape: RouteShape | None = None
 
     def next_seed(self) -> int:
@@ -77,7 +77,7 @@ class Episode:
         if not messages:
             raise ValueError("the conversation is empty; send at least one message")
         self._check_room(0)
-        keys = chain(tools, messages)
+        keys = self._book.keys.chain(tools, messages)
         match = self._book.find(keys, messages)
         is_begun = messages[-1].role is ChatRole.ASSISTANT and not messages[-1].calls
         begun = (keys[-2], messages[-1].text) if is_begun else None
@@ -136,8 +136,8 @@ class Episode:
                 self._book.put(placement.key, sample, placement.begun)
         for span in sample.spans:
             self.oldest_version = span.version if self.oldest_version is None else min(self.oldest_version, span.version)
-        if placement.call != self._last_counted:
-            self._last_counted = placement.call
+        if placement.call not in self._counted:
+            self._counted.add(placement.call)
             self.tally[COUNTED_AS[placement.kind]] += 1
         self.tally["orphaned"] = self.graph.num_orphans
         return sample
@@ -182,7 +182,7 @@ class Episode:
             min_version=self.min_version,
             wants_routes=self.wants_routes,
             realign_tokens=self.realign_tokens,
-            max_calls=self.max_calls,
+            max_answers=self.max_answers,
             max_tokens=self.max_tokens,
         )
         other.graph, leaf = self.graph.branch(at)
@@ -226,6 +226,7 @@ class Episode:
         with self._lock:
             if prompt.parent is not None:
                 self.graph.follow(prompt.parent)
+                self.tally["orphaned"] = self.graph.num_orphans
             call = self._num_calls
             self._num_calls += 1
         return Placement(
@@ -279,8 +280,8 @@ class Episode:
     def _check_room(self, num_new: int) -> None:
         if self.is_closed:
             raise EpisodeClosed(f"episode {self.key} has ended")
-        if len(self.graph.samples) >= self.max_calls:
-            raise EpisodeFull(f"episode {self.key} has {len(self.graph.samples)} answers, at most {self.max_calls} are kept; start another")
+        if len(self.graph.samples) >= self.max_answers:
+            raise EpisodeFull(f"episode {self.key} has {len(self.graph.samples)} answers, at most {self.max_answers} are kept; start another")
         if self.graph.num_tokens + num_new > self.max_tokens:
             held = f"{self.graph.num_tokens} tokens and this request adds {num_new}"
             raise EpisodeFull(f"episode {self.key} holds {held}, at most {self.max_tokens} are kept; start another")

@@ -18,12 +18,14 @@ from rollmill.chat.format import ChatFormat
 from rollmill.chat.messages import ChatRole
 from rollmill.chat.reader import AnswerReader
 from rollmill.engine.protocol import GenerateRequest
-from rollmill.gateway.answering import Answering, Slot
+from rollmill.gateway.answering import Answering
 from rollmill.gateway.call import Ask, ChatCall, TextCall, ToolChoice
 from rollmill.gateway.call_rows import EpisodeRecord
+from rollmill.gateway.choice import Slot
 from rollmill.gateway.constraints import constraint_of
 from rollmill.gateway.dialect import MAX_TOKENS
-from rollmill.gateway.episode import Episode, Episodes
+from rollmill.gateway.episode import Episode
+from rollmill.gateway.episodes import Episodes
 from rollmill.gateway.pins import Pins
 from rollmill.gateway.placement import EpisodeClosed, EpisodeFull, Placement, Sampling
 from rollmill.gateway.record import Recorder
@@ -33,6 +35,8 @@ from rollmill.web import ApiError
 
 # Encoding a text of this many characters takes about a millisecond; longer ones leave the event loop.
 INLINE_CHARS = 10_000
+# A template runs on whatever shapes the client sent; what it trips over is the client's to mend.
+_UNRENDERED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 class _Prompt(NamedTuple):
@@ -60,7 +64,7 @@ class Gateway:
         self.chat, self.replicas, self.name, self.recorder = chat, replicas, name, recorder
         self._pins = pins if pins is not None else Pins(name)
         self.wants_routes = wants_routes
-        self.episodes = Episodes(chat)
+        self.episodes = Episodes(chat, wants_routes=wants_routes)
         self.ended_tally: Counter[str] = Counter()
         """What happened in the episodes that have ended, all together."""
         self._stop_ids = sorted(chat.tokenizer.stop_ids)
@@ -84,9 +88,9 @@ class Gateway:
 
     def open_episode(self, key: str, *, is_owned: bool = False, **options: Any) -> Episode:
         """A new episode; `options` are those of `Episode`. ValueError when the key was used before."""
-        episode = self.episodes.open(key, is_owned=is_owned, wants_routes=self.wants_routes, **options)
+        episode = self.episodes.open(key, is_owned=is_owned, **options)
         if self.recorder is not None:
-            said = {name: msgspec.to_builtins(value) for name, value in options.items()}
+            said = {name: msgspec.to_builtins(value) for name, value in {"is_owned": is_owned, **options}.items()}
             self.recorder.put(EpisodeRecord(key=key, at=time.time(), is_open=True, options=said))
         return episode
 
@@ -134,9 +138,8 @@ class Gateway:
             raise closed_error(str(episode.key if episode is not None else "")) from error
         except EpisodeFull as error:
             raise ApiError(413, str(error)) from error
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            # A template runs on whatever shapes the client sent; what it trips over is the client's to mend.
-            raise ApiError(400, f"these messages cannot be rendered: {error or type(error).__name__}") from error
+        except _UNRENDERED as error:
+            raise _unrendered(error) from error
         sampling = _sampling(call, episode)
         session = episode.key if episode is not None else _opening(call)
         slots: list[Slot] = []
@@ -167,8 +170,12 @@ class Gateway:
         tools = call.tools if call.tool_choice is not ToolChoice.NONE else ()
         return self.chat.reader(stops=call.stops, has_tools=bool(tools), tools=tools, prompt_ids=prompt_ids)
 
+    async def version_of(self, model: str) -> int | None:
+        """The weight version that a model name asks for; None: whichever is served. ApiError 404 for names that mean nothing."""
+        return await self._version(model, is_any=False)
+
     async def _version(self, model: str, *, is_any: bool) -> int | None:
-        """The weight version a name asks for. Within an episode a foreign name means the policy: agents have theirs built in."""
+        """Within an episode a foreign name means the policy: agents have theirs built in."""
         if not model:
             return None
         try:
@@ -215,6 +222,10 @@ class Gateway:
 
 def closed_error(key: str) -> ApiError:
     return ApiError(410, f"episode {key!r} has ended; nothing is sampled for it any more")
+
+
+def _unrendered(error: Exception) -> ApiError:
+    return ApiError(400, f"this cannot be rendered for the model: {error or type(error).__name__}")
 
 
 def _num_chars(call: ChatCall | TextCall) -> int:

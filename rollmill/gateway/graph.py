@@ -82,6 +82,8 @@ class Sample(msgspec.Struct, kw_only=True, eq=False):
     """The answer as the client got it."""
     key: Key | None = None
     """Of the request, as this client put it; None for raw ones."""
+    known_as: bytes = b""
+    """Exact key of the conversation that ends with it."""
     is_own: bool = True
     """False: it was sampled in another episode, of which this one is a branch."""
     is_followed: bool = False

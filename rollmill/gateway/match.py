@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from rollmill.chat.messages import ChatMessage, ChatRole
-from rollmill.gateway.chain import Key
+from rollmill.gateway.chain import Key, Keys
 from rollmill.gateway.graph import Prompt, Sample
 
 # Newest candidates looked at when ids disagree: clients that rewrite ids and repeat one request more often than this get a branch.
@@ -46,10 +46,11 @@ class Index(Generic[N]):
 
 
 def _is_below(node: Prompt | Sample, sample: Sample) -> bool:
+    """Answers that say the same under the same ids are one and the same to a client."""
     at = node.parent if isinstance(node, Prompt) else node
-    while at is not None and at.number > sample.number:
+    while at is not None and at is not sample and at.known_as != sample.known_as:
         at = at.prompt.parent
-    return at is sample
+    return at is not None
 
 
 class Match(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,16 +72,20 @@ class Book:
     """The index of an episode's requests and answers."""
 
     def __init__(self) -> None:
+        self.keys = Keys()
         self._prompts: Index[Prompt] = Index()
         self._samples: Index[Sample] = Index()
 
     def put(self, key: Key, sample: Sample, begun: tuple[Key, str] | None = None) -> None:
         """`key` is that of the request, as the client put it. `begun`: it ended with the beginning of the answer, after another key."""
+        whole_key = self.keys.after(key, sample.message)
+        sample.known_as = whole_key.exact
         self._prompts.put(key, sample.prompt)
-        self._samples.put(key.then(sample.message), sample)
+        self._samples.put(whole_key, sample)
         if begun is not None:
             before, text = begun
-            self._samples.put(before.then(msgspec.structs.replace(sample.message, text=text + sample.message.text)), sample)
+            whole = msgspec.structs.replace(sample.message, text=text + sample.message.text)
+            self._samples.put(self.keys.after(before, whole), sample)
 
     def prompt(self, key: Key) -> Prompt | None:
         """The same request, word for word."""

@@ -10,10 +10,12 @@ import msgspec
 
 from rollmill.gateway.call import ChatCall, TextCall
 from rollmill.gateway.call_rows import Base, CallRecord, EpisodeRecord, Row, decode_row
+from rollmill.gateway.placement import Placement, Sampling
 from rollmill.gateway.record import connect_calls
 
 if TYPE_CHECKING:
-    from rollmill.gateway.episode import Episode, Placement
+    from rollmill.gateway.episode import Episode
+    from rollmill.gateway.gateway import Gateway
 
 STATUS_CLIENT_GONE = 499
 
@@ -56,28 +58,38 @@ def rebuild(episode: Episode, calls: Iterable[CallRecord]) -> int:
     ValueError when a request is placed on other tokens than it was then: the model's files or the template are not the same.
     """
     num = 0
-    for record in calls:
+    # As they came: a call is placed on its arrival, and may end after one that came later.
+    for record in sorted(calls, key=lambda r: r.at):
         if record.call is None or not record.prompts:
             continue
         num_each = record.call.num_choices
         for _ in range(len(record.prompts) * num_each):
             episode.next_seed()
-        for i, prompt_ids in enumerate(record.prompts):
-            choices = record.choices[i * num_each : (i + 1) * num_each]
-            if not choices and record.status != STATUS_CLIENT_GONE:
-                continue
+        is_left = record.status == STATUS_CLIENT_GONE and not record.choices
+        for i, prompt_ids in enumerate(record.prompts if record.choices or is_left else ()):
             placement = _place(episode, record.call, i)
             if placement.prompt_ids != prompt_ids:
                 raise ValueError(
                     f"call {record.id} of episode {record.episode} was sampled after {len(prompt_ids)} tokens that this model would not "
                     f"render the same; give the gateway the model that recorded it, or start without the record"
                 )
-            for choice in choices:
+            for choice in record.choices[i * num_each : (i + 1) * num_each]:
                 episode.add(placement, choice.reply, choice.message, num_used=choice.num_used)
                 num += 1
-            if record.status == STATUS_CLIENT_GONE and i == 0:
+            if is_left and i == 0:
                 episode.abandon(placement, record.num_abandoned)
     return num
+
+
+def restore_episodes(gateway: Gateway, path: Path) -> int:
+    """Opens the episodes that were open when the record ended, each as it stood, and says how many. For a gateway that starts again."""
+    found = open_episodes(path) if path.is_file() else []
+    for record in found:
+        options = dict(record.options)
+        if options.get("sampling") is not None:
+            options["sampling"] = msgspec.convert(options["sampling"], Sampling)
+        rebuild(gateway.episodes.open(record.key, **options), read_calls(path, record.key))
+    return len(found)
 
 
 def prune(path: Path, before: float) -> int:

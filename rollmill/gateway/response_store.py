@@ -1,6 +1,6 @@
-"""Responses that may be gone on from by id, in bounded memory; the oldest unused go first. Knows no wire format and no client.
+"""Answers that a client may go on from by their id alone, in bounded memory; those unused for longest go first. Knows no wire format.
 
-Ids are 128 random bits, so that knowing one is the right to use it.
+Ids hold 74 random bits, so that knowing one is the right to use it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-from rollmill.chat.messages import ChatMessage
+from rollmill.chat.messages import ChatMessage, Tool
 
 MAX_RESPONSES = 16384
 MAX_STORE_BYTES = 128 * 2**20
@@ -26,7 +26,7 @@ class Turn:
         self.num_bytes: int = own + (previous.num_bytes if previous is not None else 0)
 
     def messages(self) -> list[ChatMessage]:
-        """The conversation up to and with this answer; without instructions, which are not carried over."""
+        """The conversation up to and with this answer, without its head."""
         turns: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:
@@ -37,12 +37,15 @@ class Turn:
 
 class StoredResponse(NamedTuple):
     turn: Turn
-    body: bytes
-    """As it was told to the client."""
+    body: bytes = b""
+    """As it was told to the client, where it may be asked for again."""
+    head: tuple[ChatMessage, ...] = ()
+    """What stands before the conversation, where the dialect carries it over."""
+    tools: tuple[Tool, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        return self.turn.num_bytes + len(self.body)
+        return self.turn.num_bytes + len(self.body) + sum(len(m.text) for m in self.head) + sum(len(repr(t)) for t in self.tools)
 
 
 class ResponseStore:

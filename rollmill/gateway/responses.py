@@ -141,7 +141,8 @@ class ResponsesWriter(BlockWriter):
     def __init__(self, dialect: Responses, call: ResponsesCall, envelope: Envelope) -> None:
         super().__init__(shows_reasoning=True)
         self._dialect, self._call, self._envelope = dialect, call, envelope
-        self._num_sent = 0
+        # The two of `start` come first, whenever it is called.
+        self._num_sent = 2
         self._delta = b""
         """Of the block that is open: all that stays the same from delta to delta."""
         self._closing = "completed"
@@ -153,7 +154,8 @@ class ResponsesWriter(BlockWriter):
 
     def start(self, num_prompt: int) -> bytes:
         response = _response(self._call, self._envelope, "in_progress", [], None)
-        return self._send("response.created", response=response) + self._send("response.in_progress", response=response)
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(sse(_encode({"type": k, "response": response, "sequence_number": n}), k) for n, k in enumerate(kinds))
 
     def write(self, event: Event) -> bytes:
         if self._wants_logprobs and event.token_ids:

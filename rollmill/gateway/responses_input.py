@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from rollmill.chat.messages import Call, ChatMessage, ChatRole, Tool
 from rollmill.gateway.call import ToolChoice
+from rollmill.gateway.described import one_of
 from rollmill.gateway.dialect import MAX_TOKENS, MAX_TOP_LOGPROBS
 from rollmill.web import ApiError
 
@@ -22,8 +23,8 @@ _ROLES = {"user": ChatRole.USER, "assistant": ChatRole.ASSISTANT, "system": Chat
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
-    type: str
+class ItemPart(msgspec.Struct, frozen=True, kw_only=True):
+    type: Annotated[str, one_of("input_text", "output_text", "refusal", "reasoning_text", "summary_text")]
     """`input_text`, `output_text`, `refusal`, or `reasoning_text` and `summary_text` within reasoning."""
     text: str | None = None
     refusal: str | None = None
@@ -32,20 +33,20 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 class Item(msgspec.Struct, frozen=True, kw_only=True):
     """One item of the input; which fields count depends on `type`."""
 
-    type: str = "message"
+    type: Annotated[str, one_of("message", "function_call", "function_call_output", "reasoning", "item_reference")] = "message"
     """`message`, `function_call`, `function_call_output`, `reasoning` or `item_reference`."""
     id: str | None = None
-    role: str | None = None
-    content: str | list[Part] | None = None
+    role: Annotated[str, one_of("user", "assistant", "system", "developer")] | None = None
+    content: str | list[ItemPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[Part] | None = None
-    summary: list[Part] | None = None
+    output: str | list[ItemPart] | None = None
+    summary: list[ItemPart] | None = None
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
-    type: str
+    type: Annotated[str, one_of("function")]
     """`function`; tools that OpenAI's own servers would run are refused."""
     name: str = ""
     description: str | None = None
@@ -54,12 +55,12 @@ class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolPick(msgspec.Struct, frozen=True, kw_only=True):
-    type: str
+    type: Annotated[str, one_of("function")]
     name: str = ""
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True):
-    type: str
+    type: Annotated[str, one_of("text", "json_object", "json_schema")]
     """`text`, `json_object` or `json_schema`."""
     name: str | None = None
     schema: dict[str, Any] | None = None
@@ -232,7 +233,7 @@ class _Reader:
         self._turn, self._texts, self._thoughts, self._calls = None, [], [], []
 
 
-def _text(where: str, content: str | list[Part] | None) -> str:
+def _text(where: str, content: str | list[ItemPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts = []

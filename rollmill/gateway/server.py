@@ -37,14 +37,14 @@ class GatewayApp:
         keys: KeyRing,
         *,
         dialects: Mapping[str, Dialect],
-        routes: Sequence[Route] = (),
         limits: Limits = Limits(),
         opens_unknown: bool = True,
     ) -> None:
         """`dialects`: by path, all POST. `opens_unknown`: an episode that nobody opened is opened by its first call."""
         self.gateway, self.keys, self.limits = gateway, keys, limits
         self.metrics = Metrics(gateway)
-        self._dialects, self._routes, self._opens_unknown = dict(dialects), list(routes), opens_unknown
+        self._dialects, self._opens_unknown = dict(dialects), opens_unknown
+        self._routes: list[Route] = []
         self.replays = Replays()
         self.num_running = 0
 

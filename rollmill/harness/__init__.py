@@ -9,13 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollmill.harness.agent import AgentRun, AtTurn, Limits, Turn, default_tools, first_turn, go_on, run_agent
+    from rollmill.harness.agent import AgentRun, AtTurn, Limits, Turn, first_turn, go_on, run_agent
     from rollmill.harness.tools import TOOLS, BoxTools
     from rollmill.harness.toolset import SYSTEM, AgentSpec, CallError, FunctionTools, NoTools, Toolset
 
 __all__ = [
     "SYSTEM", "TOOLS", "AgentRun", "AgentSpec", "AtTurn", "BoxTools", "CallError", "FunctionTools", "Limits", "NoTools", "Toolset", "Turn",
-    "default_tools", "first_turn", "go_on", "run_agent",
+    "first_turn", "go_on", "run_agent",
 ]  # fmt: skip
 
 _HOMES = {"tools": ("TOOLS", "BoxTools"), "toolset": ("SYSTEM", "AgentSpec", "CallError", "FunctionTools", "NoTools", "Toolset")}

@@ -16,12 +16,11 @@ import msgspec
 
 from rollmill.chat.messages import Call, ChatMessage, ChatRole, Tool
 from rollmill.gateway.session import ContextFull, Reply, Session
-from rollmill.harness.tools import BoxTools
-from rollmill.harness.toolset import SYSTEM, AgentSpec, CallError, NoTools, Toolset
+from rollmill.harness.tools import BoxTools, shorten
+from rollmill.harness.toolset import SYSTEM, AgentSpec, CallError, Toolset
 from rollmill.records import Boundary, RunFailure, StopReason, Task
-from rollmill.sandbox.interface import Sandbox
 
-__all__ = ["SYSTEM", "AgentRun", "AtTurn", "Limits", "Turn", "default_tools", "first_turn", "go_on", "run_agent"]
+__all__ = ["SYSTEM", "AgentRun", "AtTurn", "Limits", "Turn", "first_turn", "go_on", "run_agent"]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,13 +81,6 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 AtTurn = Callable[[Turn], Awaitable[None]]
-
-
-def default_tools(task: Task, box: Sandbox | None, limits: Limits, spec: AgentSpec) -> Toolset:
-    """The tools that the task names, in its box; none for a task without a box."""
-    if box is None or not task.tools:
-        return NoTools()
-    return BoxTools(box, task.tools, strict=spec.strict, tool_s=limits.tool_s, max_chars=limits.max_result_chars)
 
 
 async def first_turn(task: Task, session: Session, *, spec: AgentSpec, tools: Toolset) -> Turn:
@@ -219,7 +211,7 @@ class _Play:
             done = await _together([self._call(c, s) for c, s in zip(batch[:allowed], waits_s, strict=True)])
             too_many = f"error: not run, a reply may hold {self._spec.max_calls_per_turn} calls"
             done += [(too_many, True)] * (len(batch) - len(done))
-            results += [_result(c, text) for c, (text, _) in zip(batch, done, strict=True)]
+            results += [self._result(c, text) for c, (text, _) in zip(batch, done, strict=True)]
             is_bad |= any(failed for _, failed in done)
             if any(c.name in self._tools.ends and not failed for c, (_, failed) in zip(batch, done, strict=True)):
                 stop = StopReason.SUBMITTED
@@ -235,6 +227,12 @@ class _Play:
 
     def _told(self, text: str) -> ChatMessage:
         return ChatMessage(role=self._spec.told_as, text=text)
+
+    def _result(self, call: Call, text: str) -> ChatMessage:
+        # The default tools cut what they say themselves; an author's may return anything, also what no tokenizer takes.
+        said = text if isinstance(self._tools, BoxTools) else shorten(text, self._limits.max_result_chars)
+        said = said if said.isascii() else said.encode("utf-8", "replace").decode()
+        return ChatMessage(role=ChatRole.TOOL, text=said, call_id=call.id, name=call.name)
 
     def _is_slow(self, call: Call) -> bool:
         return self._limits.tool_latency_s[1] > 0 and call.name not in self._tools.ends
@@ -271,7 +269,3 @@ async def _together(calls: list[Coroutine[Any, Any, tuple[str, bool]]]) -> list[
         # The group has ended the other calls already; what broke is told by its own name.
         raise failures.exceptions[0] from failures
     return [task.result() for task in running]
-
-
-def _result(call: Call, text: str) -> ChatMessage:
-    return ChatMessage(role=ChatRole.TOOL, text=text, call_id=call.id, name=call.name)

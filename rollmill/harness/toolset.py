@@ -10,7 +10,7 @@ import contextvars
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache, partial
 from typing import Annotated, Any, NotRequired, Protocol, Required, TypeVar, get_type_hints
@@ -170,14 +170,14 @@ class FunctionTools:
             raise
         except TimeoutError as error:
             if limit.expired():
-                raise CallError(f"error: {name} did not answer within {self._timeout_s:g} s") from error
+                return f"error: {name} did not answer within {self._timeout_s:g} s"
             raise RunFailure(Boundary.TASK, f"tool {name} timed out: {error}") from error
         except ConnectionError as error:
             raise RunFailure(Boundary.TASK, f"tool {name} lost its connection: {error}") from error
-        except Exception as error:
-            # Authors signal a bad move by raising, as the field does: the model reads the reason and goes on.
+        except Exception as error:  # noqa: BLE001
+            # Authors signal a bad move by raising, as the field does. The call itself was valid: the model reads the reason and goes on.
             self.num_raised += 1
-            raise CallError(f"error: {error}" if str(error) else f"error: {type(error).__name__}") from error
+            return f"error: {error}" if str(error) else f"error: {type(error).__name__}"
 
 
 async def called(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -207,9 +207,10 @@ def said(result: Any) -> str:
 def named(functions: Iterable[Callable[..., Any]] | Mapping[str, Callable[..., Any]] | object) -> dict[str, Callable[..., Any]]:
     if isinstance(functions, Mapping):
         return dict(functions)
-    if isinstance(functions, Sequence | set | frozenset):
-        found = {getattr(f, "__name__", type(f).__name__): f for f in functions}
-        if len(found) < len(functions):
+    if isinstance(functions, Sequence | Set | Iterator):
+        several = list(functions)
+        found = {getattr(f, "__name__", type(f).__name__): f for f in several}
+        if len(found) < len(several):
             raise ValueError(f"two tools have one name; rename one of {', '.join(found)}, or give a mapping of name to function")
         return found
     # Looked up on the class: a property of the instance must not be computed to learn that it is none of the tools.
@@ -239,7 +240,11 @@ def form_of(function: Callable[..., Any], is_method: bool, strict: bool) -> Form
     target = function.func if isinstance(function, partial) else function if inspect.isroutine(function) else type(function).__call__
     name = getattr(function, "__name__", type(function).__name__)
     parameters = list(inspect.signature(function).parameters.values())[int(is_method) :]
-    hints, docs = get_type_hints(target, include_extras=True), _argument_docs(inspect.getdoc(function) or "")
+    docs = _argument_docs(inspect.getdoc(function) or "")
+    try:
+        hints = get_type_hints(target, include_extras=True)
+    except NameError as error:
+        raise ValueError(f"tool {name!r} has a type hint that cannot be looked up: {error}; define the type in a module") from error
     fields: dict[str, Any] = {}
     for p in parameters:
         if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):

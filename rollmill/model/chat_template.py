@@ -19,8 +19,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 if TYPE_CHECKING:
     from jinja2.parser import Parser
 
-    from rollmill.model.tokenizer import Tokenizer
-
 Message = Mapping[str, Any]
 _FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What a template can raise: its own refusals, and what wrong shapes of messages make of its expressions."""
@@ -52,10 +50,6 @@ class ChatTemplate:
         except TemplateError as error:
             raise ValueError(f"the chat template is no Jinja: {error}; correct chat_template.jinja or tokenizer_config.json") from error
 
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
-        return cls(tokenizer.templates, tokenizer.specials)
-
     def text(self, *, has_tools: bool) -> str:
         """The source that writes conversations with or without tools; empty when there is none."""
         return self.texts.get(self._name(has_tools), "")
@@ -64,19 +58,42 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Message] | None = None, *, add_generation_prompt: bool = True, **options: Any
     ) -> str:
         """`options` are the template's own switches, such as `enable_thinking`."""
+        template, given = self._chosen(tools), self._given(messages, tools, add_generation_prompt, options)
+        try:
+            return template.render(given)
+        except _FAULTS as error:
+            raise Refusal(f"{error}", _line(error, template)) from error
+
+    def lines(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None = None, *, add_generation_prompt: bool = True, **options: Any
+    ) -> list[tuple[int, str]]:
+        """The same text in pieces, each with the line of the template that wrote it; for people who look for a fault."""
+        template, given = self._chosen(tools), self._given(messages, tools, add_generation_prompt, options)
+        running: Any = template.root_render_func(template.new_context(given))
+        out = []
+        try:
+            for piece in running:
+                out.append((template.get_corresponding_lineno(running.gi_frame.f_lineno), piece))
+        except _FAULTS as error:
+            raise Refusal(f"{error}", _line(error, template)) from error
+        return out
+
+    def _chosen(self, tools: Sequence[Message] | None) -> Template:
         template = self._compiled.get(self._name(bool(tools)))
         if template is None:
             raise ValueError("this model has no chat template; add chat_template.jinja to its directory or use /v1/completions")
-        given = {**self._specials, **options}
-        try:
-            return template.render(
-                messages=[dict(m) for m in messages],
-                tools=list(tools) if tools else None,
-                add_generation_prompt=add_generation_prompt,
-                **given,
-            )
-        except _FAULTS as error:
-            raise Refusal(f"{error}", _line(error, template)) from error
+        return template
+
+    def _given(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None, add_generation_prompt: bool, options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        return {
+            **self._specials,
+            **options,
+            "messages": [dict(m) for m in messages],
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
 
     def _name(self, has_tools: bool) -> str:
         return "tool_use" if has_tools and "tool_use" in self._compiled else "default"

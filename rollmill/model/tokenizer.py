@@ -1,7 +1,6 @@
 """Text to tokens and back, by the files that travel with a model.
 
-Knows nothing of conversations: their template is only carried (`chat_template.py` runs it), and which tokens were really sampled is
-the gateway's business.
+Knows nothing of conversations: their template is only carried, and which tokens were really sampled is the gateway's business.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 import tokenizers
 
-_MARK = "\u2063rollmill\u2063here\u2063"
+from rollmill.model.chat_template import ChatTemplate
 
 
 class Tokenizer:
@@ -27,10 +26,8 @@ class Tokenizer:
             raise ValueError(f"no tokenizer at {path}: tokenizer.json is missing")
         self._tok = tokenizers.Tokenizer.from_file(str(file))
         raw = _read_object(path / "tokenizer_config.json")
-        self.templates: Mapping[str, str] = _templates(path, raw.get("chat_template"))
-        """Chat template texts by name; empty when the model has none."""
-        self.specials: Mapping[str, str | None] = {name: _token_text(raw.get(name)) for name in ("bos_token", "eos_token")}
-        """What chat templates know as `bos_token` and `eos_token`."""
+        self._templates = _templates(path, raw.get("chat_template"))
+        self._specials = {name: _token_text(raw.get(name)) for name in ("bos_token", "eos_token")}
         self.vocab_size = self._tok.get_vocab_size()
         self.markers: Mapping[str, int] = {str(t): i for i, t in self._tok.get_added_tokens_decoder().items() if self._is_control(t)}
         """Control tokens by their text."""
@@ -38,14 +35,14 @@ class Tokenizer:
         """Those of them that text alone never becomes, as constrained decoding sees it."""
         first = "|".join(re.escape(m) for m in sorted(self.markers, key=len, reverse=True))
         self._forged = re.compile(first) if first else None
-        stops = {self.specials["eos_token"], *raw.get("stop_tokens", [])}
+        stops = {self._specials["eos_token"], *raw.get("stop_tokens", [])}
         self.stop_ids = frozenset(i for i in (self._tok.token_to_id(s) for s in stops if s) if i is not None) | _end_ids(path)
         """Tokens that end an answer."""
 
     def _is_control(self, token: tokenizers.AddedToken) -> bool:
         """Some vocabularies also add runs of spaces and HTML tags, which foreign text may hold in good faith."""
         text = str(token)
-        return len(text) > 1 and (token.special or "|" in text or "\uff5c" in text or any(text in t for t in self.templates.values()))
+        return len(text) > 1 and (token.special or "|" in text or "\uff5c" in text or any(text in t for t in self._templates.values()))
 
     def neutral(self, text: str) -> str:
         """Foreign text with the model's control tokens broken up, so that a file or a tool cannot forge a turn."""
@@ -64,20 +61,10 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._tok.decode(list(ids), skip_special_tokens=False)
 
-    # --- moving to chat: callers are being changed
-    def render(self, messages, tools=None, add_generation_prompt=True):  # type: ignore[no-untyped-def]
-        from rollmill.model.chat_template import ChatTemplate
-
-        return ChatTemplate.of(self).render(messages, tools, add_generation_prompt=add_generation_prompt)
-
-    def render_after(self, history, new, tools=None):  # type: ignore[no-untyped-def]
-        said, mark = json.dumps([dict(m) for m in (*history, *new)], ensure_ascii=False, default=str), _MARK
-        while mark in said:
-            mark += _MARK[0]
-        text = self.render([*history, {"role": "assistant", "content": mark}, *new], tools)
-        if text.count(mark) != 1:
-            raise ValueError("the chat template alters assistant text, so a sampled answer cannot be continued token by token")
-        return text.partition(mark)[2]
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """How the model writes conversations; refuses to render when the directory has no template."""
+        return ChatTemplate(self._templates, self._specials)
 
     @cached_property
     def token_bytes(self) -> Mapping[int, bytes] | None:

@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Callable
 
 from rollmill.config import AgentSection, RunConfig
 from rollmill.gateway import Gateway
-from rollmill.gateway.keys import KeyRing
-from rollmill.gateway.server import start_gateway
+from rollmill.gateway.route import Incoming, Outgoing, Route, json_out
+from rollmill.gateway.run import GatewayServer, start_gateway
+from rollmill.gateway.service import base_urls
 from rollmill.harness import Limits
 from rollmill.harness.program import Program
 from rollmill.harness.remote import RemoteService, Reports
@@ -21,6 +22,25 @@ from rollmill.tasks import TaskFamily
 from rollmill.telemetry import Waits
 
 MakePlayer = Callable[[Limits], Player]
+ANYWHERE = ("0.0.0.0", "::")
+"""Hosts that stand for every address of this machine; nobody can call them."""
+
+
+class HttpDoor:
+    """`rollout.foreign.Door` to a gateway that listens; `public_url`: how agents on other machines reach it."""
+
+    def __init__(self, server: GatewayServer, host: str, public_url: str = "") -> None:
+        self._keys = server.app.keys
+        port = server.origin.rpartition(":")[2]
+        near = "127.0.0.1" if host in (*ANYWHERE, "localhost") else host
+        self.address = f"[{near}]:{port}" if ":" in near else f"{near}:{port}"
+        self._origin = public_url.rstrip("/") or f"http://{self.address}"
+
+    def base_url(self, episode: str) -> tuple[str, str]:
+        return base_urls(self._origin, episode)
+
+    def episode_key(self, episode: str) -> str:
+        return self._keys.episode_key(episode)
 
 
 @contextlib.asynccontextmanager
@@ -35,14 +55,26 @@ async def players(
     if agent.kind == "program" and agent.where == "inside":
         check_machine(await sandboxes.capabilities(), site=agent.site)
     reports = Reports()
-    server = await start_gateway(gateway, host=agent.host, port=agent.port, keys=KeyRing(), on_status=reports.post)
+    routes = [status_route(reports)] if agent.kind == "remote" else []
+    server = await start_gateway(gateway, host=agent.host, port=agent.port, routes=routes)
+    door = HttpDoor(server, agent.host, agent.public_url)
     try:
         if agent.kind == "program":
-            yield lambda limits: _program(agent, family, gateway, server, sandboxes, waits)
+            yield lambda limits: _program(agent, family, gateway, door, sandboxes, waits)
         else:
-            yield lambda limits: _remote(agent, config.run.dir.name, gateway, server, reports)
+            yield lambda limits: _remote(agent, config.run.dir.name, gateway, door, reports)
     finally:
         await server.close()
+
+
+def status_route(reports: Reports) -> Route:
+    """`POST /e/{episode}/status`, with the episode's key."""
+
+    async def report(request: Incoming) -> Outgoing:
+        status, text = reports.post(request.episode, request.body)
+        return json_out({"status": status, "message": text}, status)
+
+    return Route(method="POST", path="/status", handler=report)
 
 
 def _program(

@@ -7,9 +7,11 @@ before anything is judged: a late call finds it gone, so nothing is sampled afte
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import time
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from rollmill.gateway import Gateway
@@ -44,14 +46,28 @@ class Door(Protocol):
 
 
 class Seat:
-    """One attempt's episode at the gateway."""
+    """One attempt's episode at the gateway. It is opened when the attempt begins, so that one which never does leaves nothing open."""
 
-    def __init__(self, name: str, episode: Episode, endpoint: Endpoint) -> None:
-        self.name, self.episode, self.endpoint = name, episode, endpoint
+    def __init__(self, name: str, endpoint: Endpoint, **options: Any) -> None:
+        self.name, self.endpoint, self._options = name, endpoint, options
+        self._episode: Episode | None = None
 
     @property
     def oldest_version(self) -> int | None:
-        return self.episode.oldest_version
+        return None if self._episode is None else self._episode.oldest_version
+
+    @property
+    def episode(self) -> Episode:
+        assert self._episode is not None, f"episode {self.name} has not begun"
+        return self._episode
+
+    @contextlib.contextmanager
+    def taken(self, gateway: Gateway) -> Iterator[None]:
+        self._episode = gateway.open_episode(self.name, is_owned=True, **self._options)
+        try:
+            yield
+        finally:
+            gateway.end_episode(self.name)
 
 
 class _Foreign:
@@ -62,16 +78,11 @@ class _Foreign:
 
     def open(self, key: str, *, seed: int, temperature: float, min_version: int | None) -> Seat:
         name = key.replace("/", ".")
-        episode = self._gateway.episodes.open(name, seed=seed, sampling=Sampling(temperature=temperature), min_version=min_version)
         openai_url, anthropic_url = self._door.base_url(name)
         endpoint = Endpoint(
             openai_url=openai_url, anthropic_url=anthropic_url, key=self._door.episode_key(name), model=self._model or self._gateway.name
         )
-        return Seat(name, episode, endpoint)
-
-    def _end(self, seat: Seat) -> None:
-        """No call is answered from here on, and those under way are cut."""
-        self._gateway.end_episode(seat.name)
+        return Seat(name, endpoint, seed=seed, sampling=Sampling(temperature=temperature), min_version=min_version)
 
     def _check_answered(self, seat: Seat) -> None:
         """RunFailure when a call got no answer by our fault: whatever the agent made of that says nothing about the policy."""
@@ -121,10 +132,8 @@ class ProgramAgent(_Foreign):
         self._worlds = Worlds(family, sandboxes, machine=machine)
 
     async def play(self, task: Task, key: str, seat: Seat, *, seed: int, deadline: float) -> Played:
-        try:
+        with seat.taken(self._gateway):
             return await (self._inside if self._is_inside else self._beside)(task, seat, deadline)
-        finally:
-            self._end(seat)
 
     async def _inside(self, task: Task, seat: Seat, deadline: float) -> Played:
         started = time.monotonic()
@@ -133,8 +142,9 @@ class ProgramAgent(_Foreign):
         ready = time.monotonic()
         try:
             endpoint = endpoint_inside(seat.endpoint, seat.name)
-            run = await run_inside(self._program, task, endpoint, box, deadline=self._until(ready, deadline))
-            stop = self._judge(seat, run)
+            until = self._until(ready, deadline)
+            run = await run_inside(self._program, task, endpoint, box, deadline=until)
+            stop = self._judge(seat, run, has_limit=until < deadline)
             files = await collect(box)
         finally:
             await box.close()
@@ -144,18 +154,18 @@ class ProgramAgent(_Foreign):
         async with scratch(task) as folders:
             until = self._until(time.monotonic(), deadline)
             run = await run_beside(self._program, task, seat.endpoint, folders, deadline=until)
-            stop = self._judge(seat, run)
+            stop = self._judge(seat, run, has_limit=until < deadline)
             files = await asyncio.to_thread(folders.files, most=MAX_FILES, limit_bytes=MAX_FILE_BYTES)
         return self._played(seat, stop=stop, files=files, timing_s={"agent": run.wall_s, "sandbox": 0.0})
 
     def _until(self, started: float, deadline: float) -> float:
         return min(deadline, started + self._time_s) if self._time_s else deadline
 
-    def _judge(self, seat: Seat, run: ProgramRun) -> StopReason:
-        """Why it ended, when that can be graded."""
-        self._end(seat)
+    def _judge(self, seat: Seat, run: ProgramRun, *, has_limit: bool) -> StopReason:
+        """Why it ended, when that can be graded. `has_limit`: its own time limit comes before the episode's deadline."""
+        self._gateway.end_episode(seat.name)  # before anything is judged
         self._check_answered(seat)
-        is_full, is_out = seat.episode.tally["context_full"] > 0, run.timed_out and self._time_s > 0
+        is_full, is_out = seat.episode.tally["context_full"] > 0, run.timed_out and has_limit
         if not is_out:
             check_in_time(run)
         if not (is_out or is_full):
@@ -179,14 +189,8 @@ class RemoteAgent(_Foreign):
 
     async def play(self, task: Task, key: str, seat: Seat, *, seed: int, deadline: float) -> Played:
         started = time.monotonic()
-        status_url = seat.endpoint.anthropic_url + "/status"
-        init = init_of(
-            task, seat.endpoint, run=self._run, process=self._process, episode=seat.name, status_url=status_url, deadline=deadline
-        )
-        try:
-            report = await self._service.play(init, self._reports, seat.name, deadline=deadline)
-        finally:
-            self._end(seat)
+        with seat.taken(self._gateway):
+            report = await self._report(task, seat, deadline)
         check_finished(report)
         self._check_answered(seat)
         self._check_called(seat)
@@ -198,6 +202,13 @@ class RemoteAgent(_Foreign):
             grade=_grade_of(report),
             timing_s={"agent": time.monotonic() - started},
         )
+
+    async def _report(self, task: Task, seat: Seat, deadline: float) -> Report:
+        status_url = seat.endpoint.anthropic_url + "/status"
+        init = init_of(
+            task, seat.endpoint, run=self._run, process=self._process, episode=seat.name, status_url=status_url, deadline=deadline
+        )
+        return await self._service.play(init, self._reports, seat.name, deadline=deadline)
 
     async def close(self) -> None:
         await self._service.close()

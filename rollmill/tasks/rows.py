@@ -47,28 +47,30 @@ class RowFamily(Family):
         system: str = "",
         tools: Sequence[str] = (),
         functions: Sequence[Callable[..., Any]] = (),
+        strict: bool = True,
         success_at: float = 1.0,
         prompt: str = "prompt",
     ) -> None:
         """`tools`: default tools in a box of the row's `files`. `functions`: Python functions of your own as tools, without a box.
-        `success_at`: the reward from which a task counts as solved. `prompt`: the column that holds it."""
+        `strict=False`: their arguments are coerced where that is safe. `success_at`: the reward from which a task counts as solved.
+        `prompt`: the column that holds it."""
         if tools and functions:
             raise ValueError("rows have either tools in a box or functions of your own; override `toolset` to have both")
         self.name = name or self.name
         self._reward, self._system, self._tools, self._functions = reward, system, tuple(tools), tuple(functions)
-        self._success_at, self._prompt = success_at, prompt
+        self._success_at, self._prompt, self._strict = success_at, prompt, strict
         train = read_rows(rows)
         self._tables = {"train": train, "heldout": train if heldout is None else read_rows(heldout)}
         if heldout is None:
             self._numbers = self._divided(train, heldout_frac)
         else:
             self._numbers = {split: list(range(len(table))) for split, table in self._tables.items()}
-        known = {str(kind) for table in self._tables.values() for kind in _column(table, "kind", "default")}
+        known = {str(kind) for table in self._tables.values() for kind in column(table, "kind", "default")}
         self.kinds = tuple(sorted(known)) or ("default",)
 
     def listed(self, split: str) -> list[tuple[str, int, int]]:
         table = self._tables[split]
-        kinds, levels = _column(table, "kind", "default"), _column(table, "level", 1)
+        kinds, levels = column(table, "kind", "default"), column(table, "level", 1)
         return [(str(kinds[n]), int(levels[n]), n) for n in self._numbers[split]]
 
     def make(self, *, kind: str, level: int, seed: int, split: str) -> Task:
@@ -76,7 +78,8 @@ class RowFamily(Family):
         if split not in SPLITS:
             raise ValueError(f"there is no split {split!r}; known: {', '.join(SPLITS)}")
         row = self._row(split, seed)
-        if (str(row.get("kind") or "default"), int(row.get("level") or 1)) != (kind, level):
+        own = row.get("kind"), row.get("level")
+        if ("default" if own[0] is None else str(own[0]), 1 if own[1] is None else int(own[1])) != (kind, level):
             raise ValueError(f"row {seed} of {self.name!r} is not of kind {kind!r} and level {level}; take tasks as `listed` gives them")
         return self.task(
             _words(self.prompt_of(row)), kind=kind, level=level, seed=seed, split=split, files=row.get("files"), tools=self._tools
@@ -94,14 +97,14 @@ class RowFamily(Family):
     def agent(self, task: Task) -> AgentSpec:
         prompt = self.prompt_of(self.row(task))
         if isinstance(prompt, str):
-            return AgentSpec(system=self._system)
+            return AgentSpec(system=self._system, strict=self._strict)
         opening = [message_of(m) for m in prompt]
         if self._system and opening[0].role is not ChatRole.SYSTEM:
             opening.insert(0, ChatMessage(role=ChatRole.SYSTEM, text=self._system))
-        return AgentSpec(opening=tuple(opening))
+        return AgentSpec(opening=tuple(opening), strict=self._strict)
 
     def toolset(self, task: Task, box: Sandbox | None) -> Toolset | None:
-        return FunctionTools(self._functions) if self._functions else None
+        return FunctionTools(self._functions, strict=self._strict) if self._functions else None
 
     async def grade(self, task: Task, attempt: Attempt) -> Grade:
         found = await called(self._reward, attempt, self.row(task))
@@ -120,11 +123,15 @@ class RowFamily(Family):
     def _divided(self, table: Sequence[Row], heldout_frac: float) -> dict[str, list[int]]:
         if not 0.0 <= heldout_frac < 1.0:
             raise ValueError(f"heldout_frac {heldout_frac} is not in 0..1")
-        places = [_place(p) for p in _column(table, self._prompt, "")]
-        limit = heldout_frac
-        if heldout_frac > 0 and len(set(places)) > 1:
-            # A small data set may have none below the limit: its lowest is held out, so that there is always something to judge by.
-            limit = max(limit, min(places) + 1e-12)
+        places = [_place(p) for p in column(table, self._prompt, "")]
+        if len(set(places)) == 1:
+            # Environments often share one prompt: their rows differ in other columns.
+            places = [_place(dict(table[n])) for n in range(len(table))]
+        if len(set(places)) == 1:
+            # Nothing tells the rows apart: the environment itself must make every episode another one.
+            return {split: list(range(len(table))) for split in SPLITS}
+        # A small data set may have none below the limit: its lowest is held out, so that there is always something to judge by.
+        limit = max(heldout_frac, min(places) + 1e-12) if heldout_frac > 0 else 0.0
         return {
             "train": [n for n, place in enumerate(places) if place >= limit],
             "heldout": [n for n, place in enumerate(places) if place < limit],
@@ -137,7 +144,7 @@ def _place(prompt: Any) -> float:
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:6], "big") / 2**48
 
 
-def _column(table: Sequence[Row], name: str, default: Any) -> Sequence[Any]:
+def column(table: Sequence[Row], name: str, default: Any) -> Sequence[Any]:
     names = getattr(table, "column_names", None)
     if names is not None:
         # A data set reads one column at a time, which is far cheaper than row by row.

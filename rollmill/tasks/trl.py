@@ -17,7 +17,7 @@ from rollmill.harness.toolset import AgentSpec, FunctionTools, Toolset, called, 
 from rollmill.records import Boundary, Grade, RunFailure, Task
 from rollmill.sandbox.interface import Sandbox
 from rollmill.tasks.family import Attempt
-from rollmill.tasks.rows import Row, RowFamily, Rows
+from rollmill.tasks.rows import Row, RowFamily, Rows, column
 
 Factory = Callable[[], Any]
 RESERVED = ("reset", "get_reward", "close")
@@ -37,9 +37,11 @@ def from_trl(
     system: str = "",
     heldout_frac: float = 0.1,
     success_at: float = 1.0,
+    strict: bool = True,
     in_threads: bool = True,
 ) -> TrlFamily:
-    """`in_threads=False` calls blocking reward functions in the main thread, for those that need it (signals, such as `math_verify`'s)."""
+    """`strict=False`: arguments of tools are coerced where that is safe, and unknown ones ignored. `in_threads=False`: blocking reward
+    functions are called in the main thread, for those that need it (signals, such as `math_verify`'s)."""
     return TrlFamily(
         train_dataset,
         [reward_funcs] if callable(reward_funcs) else list(reward_funcs),
@@ -51,6 +53,7 @@ def from_trl(
         system=system,
         heldout_frac=heldout_frac,
         success_at=success_at,
+        strict=strict,
         in_threads=in_threads,
     )
 
@@ -71,6 +74,7 @@ class TrlFamily(RowFamily):
         system: str,
         heldout_frac: float,
         success_at: float,
+        strict: bool,
         in_threads: bool,
     ) -> None:
         if environment_factory is None and train_dataset is None:
@@ -78,7 +82,9 @@ class TrlFamily(RowFamily):
         factories = {"": environment_factory} if callable(environment_factory) else dict(environment_factory or {})
         # Without rows the environment sets the task by itself, at every reset.
         rows, own = (train_dataset, eval_dataset) if train_dataset is not None else ([{}], [{}])
-        super().__init__(rows, _never, name=name, heldout=own, heldout_frac=heldout_frac, system=system, success_at=success_at)
+        super().__init__(
+            rows, _never, name=name, heldout=own, heldout_frac=heldout_frac, system=system, strict=strict, success_at=success_at
+        )
         self._in_threads, self._extra_tools = in_threads, list(tools)
         self._environments = {label: _Environment(factory, label) for label, factory in factories.items()}
         self._check_labels()
@@ -101,8 +107,8 @@ class TrlFamily(RowFamily):
     def toolset(self, task: Task, box: Sandbox | None) -> Toolset | None:
         row = self.row(task)
         if self._environments:
-            return EnvironmentTools(self._environment(row), row, self._extra_tools)
-        return FunctionTools(self._extra_tools) if self._extra_tools else None
+            return EnvironmentTools(self._environment(row), row, self._extra_tools, strict=self._strict)
+        return FunctionTools(self._extra_tools, strict=self._strict) if self._extra_tools else None
 
     async def grade(self, task: Task, attempt: Attempt) -> Grade:
         row, environment = self.row(task), attempt.facts.get("environment")
@@ -139,6 +145,9 @@ class TrlFamily(RowFamily):
         return given
 
     async def _score(self, name: str, function: Callable[..., Any], given: dict[str, Any]) -> float | None:
+        parameters = inspect.signature(function).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            given = {k: v for k, v in given.items() if k in parameters}
         if self._in_threads or inspect.iscoroutinefunction(function):
             found = await called(function, **given)
         else:
@@ -157,8 +166,6 @@ class TrlFamily(RowFamily):
             if getattr(function, "group_wise", False):
                 raise ValueError(f"reward function {name} compares the completions of a group; here each attempt is graded by itself")
             parameters = inspect.signature(function).parameters.values()
-            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-                raise ValueError(f"reward function {name} must take **kwargs: it is given every column of the data set")
             needed = {p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
             known = columns | _GIVEN - (set() if self._environments else {"environments"})
             if lacking := sorted(needed - known):
@@ -173,8 +180,8 @@ class TrlFamily(RowFamily):
         if not self._environments or "" in self._environments:
             return
         for table in self._tables.values():
-            for number in range(len(table)):
-                if (label := table[number].get("environment")) not in self._environments:
+            for number, label in enumerate(column(table, "environment", None)):
+                if label not in self._environments:
                     known = ", ".join(self._environments)
                     raise ValueError(f"row {number} names the environment {label!r} in its column `environment`; known: {known}")
 
@@ -204,8 +211,8 @@ class EnvironmentTools:
 
     ends: frozenset[str] = frozenset()
 
-    def __init__(self, environment: _Environment, row: Row, extra: Sequence[Callable[..., Any]] = ()) -> None:
-        self._environment, self._row, self._extra = environment, row, extra
+    def __init__(self, environment: _Environment, row: Row, extra: Sequence[Callable[..., Any]] = (), *, strict: bool = True) -> None:
+        self._environment, self._row, self._extra, self._strict = environment, row, extra, strict
         self._functions: FunctionTools | None = None
         self._instance: Any = None
 
@@ -222,7 +229,7 @@ class EnvironmentTools:
         except Exception as error:
             # An environment is foreign code: one that cannot start is the task's failure, never a reward.
             raise RunFailure(Boundary.TASK, f"{self._environment.title}.reset raised {type(error).__name__}: {error}") from error
-        self._functions = FunctionTools({**_tool_methods(self._instance), **named(list(self._extra))})
+        self._functions = FunctionTools({**_tool_methods(self._instance), **named(list(self._extra))}, strict=self._strict)
         if said is not None and not isinstance(said, str):
             raise RunFailure(Boundary.TASK, f"{self._environment.title}.reset returned {type(said).__name__}; it must return text or None")
         return said

@@ -157,7 +157,7 @@ class VerifiersTools:
             if any(isinstance(error, kind) for kind in environment.stop_errors):
                 raise RunFailure(Boundary.TASK, f"tool {name} raised {type(error).__name__}: {error}") from error
             # The package tells the model and goes on; so does this one.
-            raise CallError(environment.error_formatter(error)) from error
+            return str(environment.error_formatter(error))
         content = message.content
         return content if isinstance(content, str) else said([dict(part) for part in content])
 

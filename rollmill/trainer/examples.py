@@ -60,8 +60,8 @@ def chat_example(row: Mapping[str, Any], tokenizer: Tokenizer) -> Example:
     for k, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
-        opening = tokenizer.render(messages[:k])
-        closed = tokenizer.render(messages[: k + 1], add_generation_prompt=False)
+        opening = tokenizer.chat_template.render(messages[:k])
+        closed = tokenizer.chat_template.render(messages[: k + 1], add_generation_prompt=False)
         if not opening.startswith(done) or not closed.startswith(opening):
             raise ValueError("the chat template rewrites earlier turns, so this conversation cannot be masked turn by turn")
         context, said = tokenizer.encode(opening[len(done) :]), tokenizer.encode(closed[len(opening) :])

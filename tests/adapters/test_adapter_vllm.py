@@ -198,7 +198,9 @@ def test_deadline_ends_the_request_with_the_tokens_it_has() -> None:
     against(fake, claim)
 
 
-@pytest.mark.parametrize("changed", [{"top_p": 0.9}, {"top_k": 5}, {"routes_from": 0}, {"prompt_ids": []}, {"prompt_ids": [100]}])
+@pytest.mark.parametrize(
+    "changed", [{"top_p": 0.9}, {"top_k": 5}, {"routes_from": 0}, {"num_top": 1}, {"prompt_ids": []}, {"prompt_ids": [100]}]
+)
 def test_request_that_would_be_served_as_another_is_refused_before_it_is_sent(changed: dict[str, Any]) -> None:
     fake = VllmFake()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import threading
 import time
@@ -12,13 +11,13 @@ from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import tokenizers
 import torch
 
 from rollmill import web
 from rollmill.engine.constrain import Constraints
-from rollmill.engine.engine import Engine, Posted, deliver
+from rollmill.engine.engine import Engine
+from rollmill.engine.replies import Posted, deliver
 from rollmill.engine.run import run_engine
 from rollmill.engine.server import make_app
 from rollmill.engine.service import Service
@@ -44,25 +43,7 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] + '' }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-CALL_TOKENS = ["on it ", "<tool_call>", '{"name": "ls", "arguments": {"path": "."}}', "</tool_call>"]
-ASSISTANT, END, FIRST_CALL_TOKEN = 258, 256, 262
-
-
-def calling_model() -> Model:
-    """After `<|assistant|>` it says, at temperature 0, "on it ", a tool call, and ends: the next token is a function of the last."""
-    config = msgspec.structs.replace(
-        CONFIG, hidden_size=VOCAB, num_layers=1, intermediate_size=8, num_heads=2, num_kv_heads=1, head_dim=4, tied=False
-    )
-    model = Model(config)
-    model.init_weights(0)
-    blocked = ("o_proj.weight", "down_proj.weight")
-    tensors = {n: torch.zeros_like(t) if n.endswith(blocked) else t for n, t in model.serving_tensors().items()}
-    chain = [ASSISTANT, *range(FIRST_CALL_TOKEN, FIRST_CALL_TOKEN + len(CALL_TOKENS)), END]
-    head = torch.zeros(VOCAB, VOCAB, dtype=torch.bfloat16)
-    for token, after in itertools.pairwise(chain):
-        head[after, token] = 1.0
-    model.load_serving({**tensors, "model.embed_tokens.weight": torch.eye(VOCAB, dtype=torch.bfloat16), "lm_head.weight": head})
-    return model
+END = 256
 
 
 def tiny_model(seed: int = 0, config: ModelConfig = CONFIG) -> Model:
@@ -79,7 +60,7 @@ def write_tokenizer(path: Path) -> None:
     tok = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tok.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tok.decoder = tokenizers.decoders.ByteLevel()
-    tok.add_special_tokens(["<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|tools|>", *CALL_TOKENS])
+    tok.add_special_tokens(["<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|tools|>"])
     tok.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE}))
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from engine_worlds import DEADLINE_S, VOCAB, packed_logprobs, running, tiny_model, wait_until
 
-from rollmill.engine.engine import Engine, EnginePhase, NotServing, QueueFull, VersionMismatch, deliver, reply_of
+from rollmill.engine.engine import Engine, EnginePhase, NotServing, QueueFull, VersionMismatch
 from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest, ScoreRequest
+from rollmill.engine.replies import deliver, reply_of
 
 
 def ask(prompt: list[int], **fields) -> GenerateRequest:

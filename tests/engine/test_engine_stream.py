@@ -10,14 +10,21 @@ import numpy as np
 import pytest
 from engine_worlds import CONFIG, DEADLINE_S, Gate, rename, served, tiny_model, until
 
+from rollmill.engine import replies
 from rollmill.engine.calls import Call
 from rollmill.engine.client import EngineClient, EngineRejected, EngineUnavailable, VersionUnmet
 from rollmill.engine.engine import Engine
 from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest, Piece, StreamError, StreamFrame, Timing
+from rollmill.engine.scheduler import Sequence, SequenceState
 from rollmill.model import MoEConfig
 from rollmill.web import ApiError
 
 NO_TIME = Timing(queue_s=0, first_token_s=0, total_s=0)
+
+
+@pytest.fixture(autouse=True)
+def every_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "PIECE_S", 0.0)
 
 
 def ask(**fields) -> GenerateRequest:
@@ -114,6 +121,41 @@ def test_a_reader_that_sleeps_gets_one_piece_per_version() -> None:
     assert [t for p in pieces for t in p.token_ids] == seq.tokens[3:]
 
 
+def test_tokens_that_wait_for_their_turn_are_told_with_their_own_version_at_a_swap_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "PIECE_S", 1e6)
+
+    async def main():
+        async with served() as (engine, url), EngineClient(url) as client:
+            gate = Gate(engine)
+            gate.allow(6)
+            items = client.stream(ask(max_tokens=20))
+            # It is told at once of its first token, and then not before it must be.
+            pieces = [await anext(items)]
+            await until(lambda: engine.metrics.num_tokens == 6, "six tokens are there")
+            await swap(engine, gate, 2, num_steps=None)
+            return pieces + [item async for item in items]
+
+    *pieces, reply = run(main())
+    assert len(pieces[0].token_ids) == 1 and 2 <= len(pieces) <= 3 and [s.version for s in reply.spans] == [1, 2]
+    check_pieces(pieces, reply)
+
+
+def test_many_streams_are_told_less_often_than_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "PIECE_S", 1.0)
+
+    def stream_of(key: int) -> Sequence:
+        seq = Sequence(key=key, request=ask(), seed=0, arrived_at=0.0, on_update=lambda s, u: None, streams=True)
+        seq.state = SequenceState.RUNNING
+        return seq
+
+    def times_told(seqs: list[Sequence]) -> list[int]:
+        return [len(replies.due(seqs, version=1, now=100.0 + t)) for t in range(13)]
+
+    one, four = [stream_of(0)], [stream_of(k) for k in range(4)]
+    assert times_told(one) == [1] * 13
+    assert times_told(four) == [4 if t % 4 == 0 else 0 for t in range(13)]
+
+
 def test_what_is_wrong_before_the_first_token_is_refused_as_usual() -> None:
     async def main() -> None:
         async with served(max_waiting=1, num_slots=1) as (engine, url), EngineClient(url) as client:
@@ -189,8 +231,7 @@ class CutOff:
 
 
 def frame(**fields) -> bytes:
-    body = msgspec.msgpack.encode(StreamFrame(**fields))
-    return len(body).to_bytes(4, "little") + body
+    return StreamFrame(**fields).to_bytes()
 
 
 PIECE = Piece(token_ids=[7], logprobs=[-1.0], version=3)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from engine_worlds import DEADLINE_S, packed_logprobs, running, tiny_model, wait_until
 
+from rollmill.engine import replies
 from rollmill.engine.engine import Engine, EnginePhase, NotServing
 from rollmill.engine.protocol import FinishReason, GenerateRequest, ScoreRequest, SwapMode
 from rollmill.engine.swap import WeightWatch, follower_of
@@ -83,7 +84,10 @@ def test_nothing_is_served_before_the_first_verified_weights(trainer: Trainer) -
 
 
 @pytest.mark.parametrize("mode", list(SwapMode))
-def test_tokens_around_a_swap_carry_the_version_that_sampled_them(trainer: Trainer, mode: SwapMode) -> None:
+def test_tokens_around_a_swap_carry_the_version_that_sampled_them(
+    trainer: Trainer, mode: SwapMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replies, "PIECE_S", 0.0)
     model = tiny_model(0)
     first = trainer.publish(model.serving_tensors())
     news, finished, held = threading.Event(), threading.Event(), threading.Event()

@@ -83,8 +83,7 @@ class StubReplica:
         """Requests whose client left before the end."""
         self.refuse_next: list[int] = []
         """Statuses to answer the next requests with, first to last."""
-        self.hold_after: int | None = None
-        """Streams stand still after so many tokens until `release`; whole answers until `release`."""
+        self._hold_after: int | None = None
         self._idle = threading.Event()
         self._idle.set()
         self._loop = asyncio.new_event_loop()
@@ -93,6 +92,16 @@ class StubReplica:
         self._ready = threading.Event()
         self._stop = asyncio.Event()
         self.port = 0
+
+    @property
+    def hold_after(self) -> int | None:
+        """Streams stand still after so many tokens until `release`; whole answers until `release`."""
+        return self._hold_after
+
+    @hold_after.setter
+    def hold_after(self, num: int | None) -> None:
+        self._loop.call_soon_threadsafe(self._gate.clear)
+        self._hold_after = num
 
     @property
     def url(self) -> str:
@@ -110,7 +119,7 @@ class StubReplica:
 
     def release(self) -> None:
         """Let what stands still go on."""
-        self.hold_after = None
+        self._hold_after = None
         self._loop.call_soon_threadsafe(self._gate.set)
 
     def wait_idle(self, deadline_s: float = 10.0) -> None:
@@ -195,9 +204,12 @@ class StubReplica:
         self._idle.clear()
         try:
             yield done
-        except (asyncio.CancelledError, ConnectionError):
+        except asyncio.CancelledError:
             self.num_cut += 1
             raise
+        except ConnectionError:
+            # The client left, or the stub died as it was told to: aiohttp has nobody to answer.
+            self.num_cut += 1
         finally:
             self.sampled.append(Sampled(request=request, token_ids=list(sent)))
             self.num_running -= 1

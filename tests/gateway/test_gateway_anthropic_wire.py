@@ -64,6 +64,8 @@ def test_every_field_of_a_request_is_understood() -> None:
         parallel_calls=False,
         schema={"type": "object"},
         shows_thinking=True,
+        head=(ChatMessage(role=ChatRole.SYSTEM, text="be brief"),),
+        new=(ChatMessage(role=ChatRole.USER, text="hi"),),
     )
 
 
@@ -125,6 +127,9 @@ def test_results_and_texts_of_a_user_message_keep_their_order() -> None:
     )
 
 
+USED = {"type": "tool_use", "id": "x", "name": "y", "input": {}}
+
+
 def block(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, fields]}]}
 
@@ -136,7 +141,10 @@ def block(**fields: Any) -> dict[str, Any]:
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role is 'robot'"),
-        ({"messages": [{"role": "assistant", "content": "The answer is"}]}, "end with a user message"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "y", "input": {}}]}]},
+            "send their results",
+        ),
         (block(type="image", source={"type": "base64"}), "messages[0].content[1] is a block of type 'image'"),
         (block(type="document"), "'document'"),
         (block(type="text"), "messages[0].content[1].text is missing"),
@@ -222,6 +230,32 @@ def test_stop_reasons(answer: Answer, reason: str, sequence: str | None) -> None
     assert (told(answer)["stop_reason"], told(answer)["stop_sequence"]) == (reason, sequence)
     delta = streamed(DIALECT.writer(parsed(), ENVELOPE), answer)[-2][1]["delta"]
     assert delta == {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def test_a_thread_keeps_what_was_said_and_its_head() -> None:
+    dialect = Messages()
+
+    def body(*messages: dict[str, Any], **fields: Any) -> bytes:
+        return json.dumps({"model": "policy", "max_tokens": 16, "messages": messages, **fields}).encode()
+
+    hi, go = {"role": "user", "content": "hi"}, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": USE, "content": "x"}]}
+    create = dialect.parse(body(hi, system="s", tools=[{"name": "ls"}], thread={"type": "create"}))
+    answer = answer_of("see", calls=(Call(id=CALL, name="ls", arguments="{}"),))
+    streamed(dialect.writer(create, ENVELOPE), answer)
+    follow = dialect.parse(body(go, thread={"type": "continue", "previous_message_id": f"msg_{HEX}"}))
+    assert follow.messages == (
+        *create.messages,
+        message_of(answer),
+        ChatMessage(role=ChatRole.TOOL, text="x", call_id=CALL, name="ls"),
+    )
+    assert follow.tools == create.tools
+    dialect.parse(body(hi))
+    assert len(dialect.store) == 1
+    dialect.whole(dialect.parse(body(hi)), ENVELOPE, [answer])
+    assert len(dialect.store) == 1
+    with pytest.raises(ApiError) as error:
+        dialect.parse(body(go, thread={"type": "continue", "previous_message_id": "msg_nobody"}))
+    assert json.loads(dialect.error(404, "x", error.value.extra))["error"]["details"] == {"error_code": "thread_not_found"}
 
 
 def test_thinking_is_told_to_those_who_ask() -> None:

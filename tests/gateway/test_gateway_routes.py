@@ -7,11 +7,14 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from gateway_fakes import TOKENIZER, FakeEngine, answer, soon, tool, user, with_session
+from gateway_fakes import CHAT, TOKENIZER, FakeEngine, answer, soon, tool, user, with_session
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollmill.chat.messages import ChatMessage, ChatRole
 from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest
+from rollmill.gateway.episode import Episode
+from rollmill.gateway.placement import Placement
 from rollmill.gateway.session import Session
 from rollmill.model.route_record import RouteRecord, RouteShape
 from rollmill.records import Boundary, RunFailure, SourceSpan, Window
@@ -115,6 +118,32 @@ def test_branch_keeps_the_routes_of_its_past_and_asks_only_for_what_is_new() -> 
     assert engine.requests[2].routes_from == len(engine.prompts[1]) + len(engine.said[1].token_ids) - 1
     assert window.sampled_T.sum() == len(engine.said[2].token_ids)
     assert (RouteRecord.from_bytes(window.routes).ids_TLK()[:-1] == experts_of(window.tokens_T.tolist(), 0)[:-1]).all()
+
+
+@pytest.mark.parametrize("told", ["as it was", "differently"])
+def test_fork_and_realignment_keep_the_routes_of_what_they_share(told: str) -> None:
+    episode = Episode("e", CHAT, wants_routes=True)
+    said = [*TOKENIZER.encode("one two three"), END]
+
+    def ask(messages: list[ChatMessage]) -> Placement:
+        placement = episode.place(messages)
+        routes = RouteRecord.of(experts_of([*placement.prompt_ids, *said], placement.routes_from or 0)[:-1], SHAPE).to_bytes()
+        reply = answer(said, logprobs=[-0.5] * len(said), versions=[1] * len(said), finish=FinishReason.STOP, routes=routes)
+        episode.add(placement, reply, ChatMessage(role=ChatRole.ASSISTANT, text="one two three"))
+        return placement
+
+    first = ask([user("u")])
+    whole = ChatMessage(role=ChatRole.ASSISTANT, text="one two three")
+    ask([user("u"), whole, user("v")])
+    again = whole if told == "as it was" else ChatMessage(role=ChatRole.ASSISTANT, text="one two")
+    third = ask([user("u"), again, user("w")])
+    num_shared = len(said) - 1 if told == "as it was" else len(TOKENIZER.encode("one two"))
+    assert third.routes_from == len(first.prompt_ids) + num_shared
+    for window in episode.windows():
+        window.check()
+        ids = RouteRecord.from_bytes(window.routes).ids_TLK()
+        assert (ids[:-1] == experts_of(window.tokens_T.tolist(), 0)[:-1]).all() and (ids[-1] == -1).all()
+    assert len(episode.windows()) == 2
 
 
 def another_model(routes: bytes) -> bytes:

@@ -26,7 +26,7 @@ from rollmill.engine.protocol import (
 from rollmill.gateway import replicas as replicas_module
 from rollmill.gateway.continuing import ContinuedReply, sources_of
 from rollmill.gateway.replicas import NoAnswer, Replicas
-from rollmill.gateway.rotation import ReplicaClient
+from rollmill.gateway.rotation import Late, Member, ReplicaClient, Running
 from rollmill.model.route_record import RouteRecord
 from rollmill.records import SourceSpan
 from rollmill.telemetry import Waits
@@ -378,9 +378,9 @@ def test_closed_stream_frees_its_row_at_once() -> None:
         async with over(fake, waits=waits) as replicas:
             items = replicas.stream(ASKED, deadline=time.monotonic() + 60)
             await anext(items)
-            assert fake.num_open == 1 and replicas.in_flight() == {"http://0": 1} and waits.current() == []
+            assert fake.num_open == 1 and replicas.in_flight() == {"http://0": 1} and [w.name for w in waits.current()] == ["policy"]
             await items.aclose()
-            assert fake.num_open == 0 and replicas.in_flight() == {"http://0": 0}
+            assert fake.num_open == 0 and replicas.in_flight() == {"http://0": 0} and waits.current() == []
 
     asyncio.run(work())
 
@@ -423,6 +423,42 @@ def test_stream_that_stands_still_ends_at_the_deadline() -> None:
             with pytest.raises(NoAnswer, match="did not answer in time"):
                 await heard(replicas, ASKED, within_s=0.05)
             assert fake.num_open == 0 and waits.current() == [] and waits.totals_s()["policy"] > 0
+
+    asyncio.run(work())
+
+
+def test_reader_who_comes_back_after_the_deadline_is_told_so() -> None:
+    async def work() -> None:
+        fake = FakeReplica("a")
+        async with over(fake) as replicas:
+            deadline = time.monotonic() + 0.05
+            items = replicas.stream(ASKED, deadline=deadline)
+            await anext(items)
+            await asyncio.sleep(deadline - time.monotonic() + 0.02)
+            with pytest.raises(NoAnswer, match="did not answer in time"):
+                await anext(items)
+            task = asyncio.current_task()
+            assert fake.num_open == 0 and task is not None and task.cancelling() == 0
+            await asyncio.sleep(0)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_cancellation_is_not_mistaken_for_the_deadline(is_cancelled: bool) -> None:
+    """Both in one turn of the loop: whoever cancelled must see its cancellation."""
+
+    async def work() -> None:
+        running = Running(Member("http://a", FakeReplica("a"), 0.0), 60.0)
+        task = asyncio.create_task(running.wait(asyncio.Event().wait))
+        await asyncio.sleep(0)
+        running.end(Late())
+        if is_cancelled:
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError if is_cancelled else Late):
+            await task
+        assert task.cancelled() is is_cancelled and task.cancelling() == int(is_cancelled)
+        running.close()
 
     asyncio.run(work())
 

@@ -14,7 +14,7 @@ from harness_fakes import EchoBox, ScriptedSession, call, reply
 
 from rollmill.chat.messages import Call, ChatMessage, ChatRole
 from rollmill.gateway.session import Reply
-from rollmill.harness import AgentRun, AgentSpec, BoxTools, FunctionTools, Limits, NoTools, Toolset, Turn, default_tools, run_agent
+from rollmill.harness import AgentRun, AgentSpec, BoxTools, FunctionTools, Limits, NoTools, Toolset, Turn, run_agent
 from rollmill.records import Boundary, RunFailure, StopReason, Task
 from rollmill.tasks.repo import RepoFamily
 
@@ -35,7 +35,7 @@ def play(
     **options: Any,
 ) -> AgentRun:
     deadline = time.monotonic() + 60.0
-    tools = tools or default_tools(task, box or EchoBox(), limits, spec)  # type: ignore[arg-type]
+    tools = tools or BoxTools(box or EchoBox(), task.tools, tool_s=limits.tool_s, max_chars=limits.max_result_chars)  # type: ignore[arg-type]
     run = run_agent(task, session, limits, spec=spec, tools=tools, deadline=deadline, rng=random.Random(0), **options)  # type: ignore[arg-type]
     return asyncio.run(run)
 
@@ -71,7 +71,7 @@ def test_calls_after_a_submit_are_not_run() -> None:
 
 def test_submit_with_wrong_arguments_does_not_end_the_episode() -> None:
     session = ScriptedSession([call("submit", answer="3")], [call("submit")])
-    assert play(session).stop is StopReason.SUBMITTED
+    assert play(session, limits=ROOMY).stop is StopReason.SUBMITTED
     assert session.told == [["error: submit has no argument 'answer'; it takes: none"]]
 
 
@@ -117,7 +117,7 @@ def test_malformed_calls_are_told_in_the_readers_words() -> None:
     session = ScriptedSession(
         reply("<tool_call>{x}</tool_call>", problems=("error: the tool call is not valid JSON: why",)), [call("submit")]
     )
-    assert play(session).stop is StopReason.SUBMITTED
+    assert play(session, limits=ROOMY).stop is StopReason.SUBMITTED
     assert session.told == [["error: the tool call is not valid JSON: why"]]
 
 
@@ -218,6 +218,24 @@ def test_tools_that_end_nothing_are_used_until_the_policy_answers() -> None:
     session = ScriptedSession([call("double", n=4)], "8")
     assert play(session, tools=FunctionTools([double]), spec=AgentSpec()).stop is StopReason.ANSWERED
     assert session.told == [["8"]] and session.asked[0]["tools"] == ["double"]
+
+
+def test_whatever_an_authors_tool_returns_can_be_told() -> None:
+    def dump(what: str) -> str:
+        return {"long": "x" * 1000, "odd": "a\ud800b"}[what]
+
+    session = ScriptedSession([call("dump", what="long"), call("dump", what="odd")], "fine")
+    play(session, tools=FunctionTools([dump]), spec=AgentSpec(), limits=msgspec.structs.replace(ROOMY, max_result_chars=10))
+    assert session.told == [["xxxxx\n[990 characters left out]\nxxxxx", "a?b"]]
+
+
+def test_a_valid_call_that_fails_is_no_bad_call() -> None:
+    def move(to: str) -> str:
+        raise ValueError("the game is over")
+
+    session = ScriptedSession(*[[call("move", to="a")]] * 6, "I see")
+    run = play(session, tools=FunctionTools([move]), spec=AgentSpec(), limits=ROOMY)
+    assert (run.stop, run.num_bad_calls) == (StopReason.ANSWERED, 0) and session.told == [["error: the game is over"]] * 6
 
 
 def test_a_call_may_be_demanded_and_advice_then_comes_from_the_user() -> None:

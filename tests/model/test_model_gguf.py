@@ -189,7 +189,7 @@ def test_real_model_agrees_with_the_reference_loader(tmp_path: Path) -> None:
     file = Path(os.environ["ROLLMILL_GGUF"])
     import_gguf(file, tmp_path / "out", dtype="float32")
     tok = Tokenizer(tmp_path / "out")
-    prompt = tok.render([{"role": "user", "content": "What is the capital of France?"}])
+    prompt = tok.chat_template.render([{"role": "user", "content": "What is the capital of France?"}])
     ids = tok.encode(prompt)
     peer = reference_load(file)
     model, _ = load_model(tmp_path / "out")

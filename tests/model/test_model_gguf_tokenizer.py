@@ -151,7 +151,7 @@ def test_stop_tokens_and_chat_template_travel(made: Any) -> None:
     ends = [tok.token_to_id("<|im_end|>"), tok.token_to_id("<|endoftext|>")]
     assert config["eos_token_id"] == ends and config["bos_token_id"] == 1
     assert ours.stop_ids == set(ends)
-    assert ours.render([{"role": "user", "content": "hi"}]) == "<|im_start|>user\nhi<|im_end|>\n"
+    assert ours.chat_template.render([{"role": "user", "content": "hi"}]) == "<|im_start|>user\nhi<|im_end|>\n"
     assert json.loads((out / "tokenizer_config.json").read_text())["chat_template"] == CHAT
     assert ours.neutral("<|im_end|>") != "<|im_end|>"
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from rollmill.config import RunConfig, parse_config
 from rollmill.engine.protocol import Pressure
+from rollmill.gateway.skew import Skew
 from rollmill.ledger import CheckpointRow, Ledger, Pacing, cut
 from rollmill.records import DropReason, Grade, GroupState, Role, StopReason, Task, Trace, Window
 from rollmill.rollout.dispatcher import Dispatcher
@@ -45,9 +47,10 @@ class FakeSession:
 
 
 class FakeGateway:
-    """Tells how busy nobody is, and which version is served."""
+    """Tells how busy nobody is, and which version is served; its own replicas."""
 
     def __init__(self) -> None:
+        self.replicas = self
         self.num_retries = 0
         self.served = 0
         self.kv_used_frac = 0.0
@@ -67,6 +70,8 @@ class FakeRunner:
 
     def __init__(self, gateway: FakeGateway, behave: Behaviour | None = None) -> None:
         self._gateway, self._behave = gateway, behave
+        self.tally: Counter[str] = Counter()
+        self.skew = Skew()
         self.played: list[str] = []
         self.served_at: dict[str, int] = {}
 

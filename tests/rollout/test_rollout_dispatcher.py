@@ -158,17 +158,19 @@ def test_repeated_overload_cancels_leave_no_group_hanging(tmp_path: Path, monkey
     monkeypatch.setattr(dispatcher_module, "OBSERVE_S", 0.0)
 
     async def behave(task: Task, episode_id: str, session: FakeSession) -> Finished:
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(0.01)
         if slot_of(episode_id)[1] == 0 and slot_of(episode_id)[2] == 0:
             raise BROKEN
         return world.runner.succeed(episode_id)
 
     async def squeeze(world: World) -> None:
-        for _ in range(15):
-            world.gateway.kv_used_frac = 0.99
-            await asyncio.sleep(0.01)
-            world.gateway.kv_used_frac = 0.0
-            await asyncio.sleep(0.02)
+        """Full, then empty again, each for two looks of the observer; it stops looking when the run is over."""
+        for kv_used_frac in (0.99, 0.0) * 15:
+            world.gateway.kv_used_frac, seen = kv_used_frac, world.gateway.num_looks + 2
+            for _ in range(200):
+                await asyncio.sleep(0.001)
+                if world.gateway.num_looks >= seen:
+                    break
 
     world = World(config_of(tmp_path, steps=6, max_running=16), behave)
     asyncio.run(world.play(squeeze))

@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from rollout_fakes import FakeSession, finished
 
-from rollmill.harness import AgentRun
+from rollmill.gateway.skew import Skew
+from rollmill.harness import AgentRun, Limits
 from rollmill.ledger import Ledger
 from rollmill.records import Boundary, Grade, Role, RunFailure, StopReason, Task, Window
-from rollmill.rollout import episode as episode_module
-from rollmill.rollout import evaluation
+from rollmill.rollout import evaluation, own
 from rollmill.rollout.episode import EpisodeRunner, Finished
 from rollmill.rollout.evaluation import evaluate
 from rollmill.sandbox import Capabilities, ExecResult, SandboxSpec
-from rollmill.tasks import Probe, TaskSource, open_family
+from rollmill.tasks import Attempt, TaskSource, open_family
 from rollmill.telemetry import Waits
 
 TASK = Task(task_id="t/1", family="t", kind="k", level=1, seed=0, split="train", instruction="x", files={"a": "1"})
@@ -63,32 +64,52 @@ class FakeFamily:
 
     def __init__(self, verdict: Grade | Exception) -> None:
         self._verdict = verdict
+        self.seen: list[Attempt] = []
         self.printed: list[str] = []
 
-    async def grade(self, task: Task, files: Mapping[str, str], probe: Probe) -> Grade:
-        self.printed.append(await probe({"b": "2"}, ["true"]))
+    async def grade(self, task: Task, attempt: Attempt) -> Grade:
+        self.seen.append(attempt)
+        self.printed.append(await attempt.probe({"b": "2"}, ["true"]))
         if isinstance(self._verdict, Exception):
             raise self._verdict
         return self._verdict
 
 
 class QuietSession(FakeSession):
-    messages: tuple[dict[str, str], ...] = ()
+    """One that was played already."""
 
-    def window(self) -> Window:
-        return Window.of(tokens=[1], sampled=[0], logprobs=[0.0], versions=[-1])
+    messages = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "done"}, {"role": "tool", "content": "ok"})
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.episode, self.tally = self, Counter({"appended": 2})
+
+    def windows(self) -> tuple[Window, ...]:
+        return (Window.of(tokens=[1, 5, 2, 6], sampled=[0, 1, 0, 1], logprobs=[0.0, -1.0, 0.0, -1.0], versions=[-1, 0, -1, 0]),)
+
+    def skew(self) -> Skew:
+        return Skew(num_answers=2, num_skewed=1, num_tokens=4, num_skewed_tokens=1)
 
 
-def play(family: FakeFamily, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None) -> Finished:
+LIMITS = Limits(max_turns=4, max_tokens_per_turn=8, max_context=64, tool_s=1.0)
+
+
+def play(
+    family: FakeFamily, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None, task: Task = TASK
+) -> Finished:
     async def agent(*args: object, **kwargs: object) -> AgentRun:
         if error is not None:
             raise error
-        return AgentRun(stop=StopReason.SUBMITTED, timing_s={"model": 0.0, "tool": 0.0})
+        return AgentRun(stop=StopReason.SUBMITTED, timing_s={"model": 0.0, "tool": 0.0}, facts={"num": 1})
 
-    monkeypatch.setattr(episode_module, "run_agent", agent)
-    runner = EpisodeRunner(family, None, backend, None, Waits())  # type: ignore[arg-type]
-    session = QuietSession(None)
-    return asyncio.run(runner.run(TASK, "e", session, seed=0, deadline=time.monotonic() + 60))  # type: ignore[arg-type]
+    async def scene() -> Finished:
+        done = await runner.run(task, "e", QuietSession(), seed=0, deadline=time.monotonic() + 60)
+        assert (runner.tally["appended"], runner.skew.token_frac) == (2, 0.25)
+        return done
+
+    monkeypatch.setattr(own, "run_agent", agent)
+    runner = EpisodeRunner(family, None, backend, LIMITS, Waits())  # type: ignore[arg-type]
+    return asyncio.run(scene())
 
 
 def test_episode_is_graded_from_a_fresh_box_and_closes_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +119,32 @@ def test_episode_is_graded_from_a_fresh_box_and_closes_all_of_them(monkeypatch: 
     assert set(done.trace.timing_s) == {"model", "tool", "sandbox", "grade"}
     assert [b.files for b in backend.boxes] == [{"a": "1"}, {"b": "2"}] and all(b.is_closed for b in backend.boxes)
     assert family.printed == [""], "a probe that failed tells nothing"
+
+
+def test_grader_sees_files_words_tokens_and_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = FakeFamily(Grade(reward=0.5, success=False))
+    done = play(family, FakeBackend(), monkeypatch)
+    (seen,) = family.seen
+    assert (dict(seen.files), seen.answer, seen.token_ids, seen.stop) == ({"a": "1"}, "done", (5, 6), StopReason.SUBMITTED)
+    assert seen.messages == done.trace.messages == QuietSession.messages and seen.facts == {"num": 1}
+
+
+def test_task_of_words_alone_is_played_without_a_box(monkeypatch: pytest.MonkeyPatch) -> None:
+    family, backend = FakeFamily(Grade(reward=1.0, success=True)), FakeBackend()
+    words = Task(task_id="t/2", family="t", kind="k", level=1, seed=0, split="train", instruction="x", files={}, tools=())
+    assert play(family, backend, monkeypatch, task=words).grade.reward == 1.0
+    assert [b.files for b in backend.boxes] == [{"b": "2"}] and dict(family.seen[0].files) == {}, "only the grader's"
+
+
+def test_family_whose_cast_raises_fails_at_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    class BrokenCast(FakeFamily):
+        def toolset(self, task: Task, box: object) -> None:
+            raise KeyError("no such column")
+
+    backend = FakeBackend()
+    with pytest.raises(RunFailure, match="no such column") as caught:
+        play(BrokenCast(Grade(reward=1.0, success=True)), backend, monkeypatch)
+    assert caught.value.boundary is Boundary.TASK and all(b.is_closed for b in backend.boxes)
 
 
 @pytest.mark.parametrize("verdict", [KeyError("oops"), Grade(reward=math.nan, success=False), Grade(reward=-math.inf, success=True)])

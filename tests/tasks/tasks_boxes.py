@@ -8,9 +8,10 @@ from typing import TypeVar
 
 import pytest
 
-from rollmill.harness import ToolCall, run_tool
-from rollmill.records import Grade, Task
-from rollmill.rollout.episode import EpisodeRunner
+from rollmill.harness import BoxTools
+from rollmill.records import Grade, StopReason, Task
+from rollmill.rollout.grading import Grader, collect
+from rollmill.rollout.played import Played
 from rollmill.sandbox import Sandbox, SandboxBackend, SandboxSpec
 from rollmill.sandbox.namespace import NamespaceBackend
 from rollmill.tasks import open_family
@@ -44,26 +45,21 @@ def in_boxes(scene: Callable[[SandboxBackend, A], Awaitable[T]], items: Iterable
     return asyncio.run(whole())
 
 
-def grader(backend: SandboxBackend) -> EpisodeRunner:
-    """The part of an episode that collects and judges; it asks no policy."""
-    return EpisodeRunner(open_family("repo"), None, backend, None, Waits())  # type: ignore[arg-type]
-
-
 async def judge(backend: SandboxBackend, task: Task, box: Sandbox) -> Grade:
-    runner, deadline = grader(backend), asyncio.get_running_loop().time() + DEADLINE_S
-    return await runner._grade(task, await runner._collect(box), deadline)
+    """Collect what lies in the box and have it graded, as an episode does."""
+    played = Played(stop=StopReason.SUBMITTED, windows=(), files=await collect(box))
+    return await Grader(open_family("repo"), backend, Waits()).grade(task, played, deadline=asyncio.get_running_loop().time() + DEADLINE_S)
 
 
 async def play_script(backend: SandboxBackend, task: Task, *, expert: bool) -> tuple[Grade, list[str]]:
     """(the grade, every scripted result that the real tools contradicted)."""
     box = await backend.create(SandboxSpec(files=task.files))
-    wrong = []
+    tools, wrong = BoxTools(box, task.tools, tool_s=10.0), []
     try:
         for play in script(task, expert=expert):
             if play.tool == "submit":
                 break
-            call = ToolCall(name=play.tool, arguments=dict(play.arguments))
-            result = await run_tool(call, box, timeout_s=10.0, max_chars=2000)
+            result = await tools.call(play.tool, dict(play.arguments))
             if result != play.result:
                 wrong.append(f"{task.task_id}: {play.tool} {dict(play.arguments)} gave {result!r}, the script says {play.result!r}")
         return await judge(backend, task, box), wrong

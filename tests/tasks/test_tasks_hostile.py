@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from tasks_boxes import grader, in_boxes, judge
+from tasks_boxes import in_boxes, judge
 
 from rollmill.records import Grade
-from rollmill.rollout import episode
+from rollmill.rollout import grading
 from rollmill.sandbox import SandboxBackend, SandboxSpec
+from rollmill.tasks import Attempt
 from rollmill.tasks.repo import RepoFamily, problem_of
 
 TASK = RepoFamily().make(kind="fix", level=1, seed=11, split="train")
@@ -56,7 +57,7 @@ async def graded(backend: SandboxBackend, text: str) -> Grade:
 
 
 def test_hostile_modules_get_nothing_and_break_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(episode, "PROBE_S", 2.0)
+    monkeypatch.setattr(grading, "PROBE_S", 2.0)
     grades = dict(zip(HOSTILE, in_boxes(graded, HOSTILE.values()), strict=True))
     assert {name: g.reward for name, g in grades.items()} == dict.fromkeys(HOSTILE, 0.0)
 
@@ -75,7 +76,7 @@ def test_only_inputs_enter_the_box() -> None:
 
     import asyncio
 
-    grade = asyncio.run(RepoFamily().grade(TASK, {PATH: HONEST, "other.py": "x = 1\n"}, probe))
+    grade = asyncio.run(RepoFamily().grade(TASK, Attempt(files={PATH: HONEST, "other.py": "x = 1\n"}, probe=probe)))
     assert grade.reward == 1.0
     [(files, argv)] = seen
     assert files == {PATH: HONEST} and argv[-1] == json.dumps([PATH, FUNCTION, PAIRS])
@@ -85,7 +86,7 @@ async def messy(backend: SandboxBackend, command: str) -> dict[str, str]:
     box = await backend.create(SandboxSpec(files={"a.txt": "x\n"}))
     try:
         await box.exec(["bash", "-c", command], timeout_s=10.0)
-        return await grader(backend)._collect(box)
+        return await grading.collect(box)
     finally:
         await box.close()
 
@@ -101,6 +102,6 @@ def test_messy_working_directories_are_collected_without_error() -> None:
     }
     for (command, wanted), files in zip(commands.items(), in_boxes(messy, commands), strict=True):
         if wanted is None:
-            assert len(files) == episode.MAX_FILES
+            assert len(files) == grading.MAX_FILES
         else:
             assert set(files) - {"a.txt"} == wanted - {"a.txt"} and (wanted <= set(files)), command

@@ -35,14 +35,14 @@ def test_only_what_the_assistant_says_is_learnt() -> None:
     example = chat_example({"messages": CONVERSATION}, TOKENIZER)
     learnt = [int(t) for t, w in zip(example.tokens_T, example.weights_T, strict=True) if w]
     assert TOKENIZER.decode(learnt) == "first<|im_end|>second<|im_end|>"
-    assert TOKENIZER.decode(example.tokens_T.tolist()) == TOKENIZER.render(CONVERSATION, add_generation_prompt=False)
+    assert TOKENIZER.decode(example.tokens_T.tolist()) == TOKENIZER.chat_template.render(CONVERSATION, add_generation_prompt=False)
 
 
 def test_training_cuts_tokens_where_a_session_would() -> None:
     """The prompt of every turn, as sampling would see it, is a prefix of the training row."""
     for row in traces(open_family("repo"), num=20, seed=1, expert_frac=0.5, levels=(1, 2, 3), system="s"):
         example = chat_example(row, TOKENIZER)
-        prompt = TOKENIZER.encode(TOKENIZER.render(row["messages"][:2]))
+        prompt = TOKENIZER.encode(TOKENIZER.chat_template.render(row["messages"][:2]))
         assert example.tokens_T[: len(prompt)].tolist() == prompt
         assert not example.weights_T[: len(prompt)].any() and example.weights_T[len(prompt)] == 1.0
 
@@ -81,7 +81,7 @@ def test_stages_write_a_model_that_loads(tmp_path: Path) -> None:
     stage_sft(tmp_path / "mid", write(tmp_path / "chat.jsonl", [{"messages": CONVERSATION}] * 3), tmp_path / "sft", config, quiet)
     _, shape = load_model(tmp_path / "sft")
     assert shape == load_model(DEMO)[1]
-    assert Tokenizer(tmp_path / "sft").render(CONVERSATION) == TOKENIZER.render(CONVERSATION)
+    assert Tokenizer(tmp_path / "sft").chat_template.render(CONVERSATION) == TOKENIZER.chat_template.render(CONVERSATION)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,242 @@
+"""Claims about reading an answer: its parts are set apart the same way however its tokens arrive."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+from chat_worlds import ADD, LS, Bytes, counting_ids, pieces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollmill.chat.messages import Call, ChatMessage, ChatRole
+from rollmill.chat.reader import AnswerReader, Bit, BitKind, Thinking
+from rollmill.chat.tool_formats import FORMATS
+
+STOP = 7
+THINK = Thinking("<think>", "</think>")
+REAL = [f for f in FORMATS if f != "none"]
+
+
+def reader(
+    form: str | None = None, *, thinking: Thinking | None = None, is_thinking: bool = False, stops: Sequence[str] = ()
+) -> AnswerReader:
+    return AnswerReader(
+        Bytes(),
+        stop_ids=frozenset({STOP}),
+        stops=stops,
+        tool_format=FORMATS[form] if form else None,
+        tools=(LS, ADD),
+        thinking=thinking,
+        is_thinking=is_thinking,
+        mint=counting_ids(),
+    )
+
+
+def read(text: str, form: str | None = None, **how: object) -> AnswerReader:
+    out = reader(form, **how)  # type: ignore[arg-type]
+    out.feed(text.encode(), last=True)
+    return out
+
+
+def joined(bits: Sequence[Bit]) -> ChatMessage:
+    calls: list[Call] = []
+    for bit in bits:
+        if bit.kind is BitKind.CALL:
+            calls.append(Call(id=bit.call_id, name=bit.name, arguments=bit.text))
+        elif bit.kind is BitKind.ARGUMENTS:
+            calls[-1] = Call(id=calls[-1].id, name=calls[-1].name, arguments=calls[-1].arguments + bit.text)
+    text = "".join(b.text for b in bits if b.kind is BitKind.TEXT)
+    reasoning = "".join(b.text for b in bits if b.kind is BitKind.REASONING)
+    return ChatMessage(role=ChatRole.ASSISTANT, text=text, reasoning=reasoning, calls=tuple(calls))
+
+
+SHREDS = [
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "\n", " ", "a", "\u20ac", "{", "}", "[", "]", '"', "\\", ";", "<", "x[ARGS]"),
+    *('{"name": "ls", "arguments": {"path": "\u20ac"}}', '{"name": "ls", "parameters": {}}', '[{"name": "ls", "arguments": {}}]'),
+    *("[TOOL_CALLS]", "<|python_tag|>", "<function=ls>", "</function>", "<parameter=path>", "</parameter>", "ls\n<arg_key>", "</arg_key>"),
+    *("<arg_value>", "</arg_value>", "functools", "<|tool_call|>", "<|tool_call_begin|>", "functions.ls:0", "<|tool_call_argument_begin|>"),
+    *("<|tool_call_end|>", "STOP", "S", chr(STOP)),
+]
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    shreds=st.lists(st.sampled_from(SHREDS), max_size=14),
+    cuts=st.lists(st.integers(0, 400), max_size=12),
+    form=st.sampled_from([None, *REAL]),
+    thinks=st.sampled_from([None, False, True]),
+    stops=st.sampled_from([(), ("STOP",), ("STOP", "\n\n")]),
+)
+def test_any_cut_of_the_tokens_gives_the_same_message(
+    shreds: list[str], cuts: list[int], form: str | None, thinks: bool | None, stops: tuple[str, ...]
+) -> None:
+    ids = "".join(shreds).encode()
+    how = {"thinking": None if thinks is None else THINK, "is_thinking": bool(thinks), "stops": stops}
+    whole = read("".join(shreds), form, **how)
+    cut, bits = reader(form, **how), []  # type: ignore[arg-type]
+    for piece in pieces(ids, cuts):
+        bits += cut.feed(piece)
+    bits += cut.feed((), last=True)
+    assert cut.message() == whole.message() == joined(bits)
+    assert (cut.stop_string, cut.num_used, cut.problems) == (whole.stop_string, whole.num_used, whole.problems)
+    assert cut.stopped == (cut.stop_string is not None)
+    if not cut.stopped:
+        assert cut.num_used == len(ids)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    form=st.sampled_from(REAL),
+    text=st.text("ab \u20ac", max_size=6),
+    values=st.lists(
+        st.one_of(
+            st.fixed_dictionaries({"path": st.text("ab/\u20ac \"'\\\n", min_size=1, max_size=8).map(lambda t: f"x{t}x")}),
+            st.fixed_dictionaries({"a": st.integers(), "why": st.just("2"), "rest": st.lists(st.integers(), max_size=3)}),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+)
+def test_what_a_format_writes_it_reads_back(form: str, text: str, values: list[dict[str, object]]) -> None:
+    calls = [Call(id="", name="ls" if "path" in v else "add", arguments=json.dumps(v)) for v in values]
+    before = "" if form == "llama3_json" else text
+    got = read(before + FORMATS[form].write(calls) + chr(STOP), form)
+    assert [(c.name, json.loads(c.arguments)) for c in got.message().calls] == [(c.name, json.loads(c.arguments)) for c in calls]
+    assert got.message().text == before.rstrip() and got.problems == ()
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", '<tool_call>\n {"name":"ls","arguments":{"path":"."}} \n</tool_call>'),
+        ("llama3_json", '  {"name": "ls", "parameters": {"path": "."}}\n'),
+        ("llama3_json", '<|python_tag|>{"name": "ls", "arguments": {"path": "."}}'),
+        ("mistral", '[TOOL_CALLS] [{"name": "ls", "arguments": {"path": "."}, "id": "abcdefghi"}]'),
+        ("mistral", '[TOOL_CALLS]ls[ARGS]{"path": "."}'),
+        ("mistral_args", '[TOOL_CALLS]ls[CALL_ID]abcdefghi[ARGS]{"path": "."}'),
+        ("mistral_args", '[TOOL_CALLS]ls{"path": "."}'),
+        ("qwen3_coder", "<tool_call>\n<function=ls>\n<parameter=path>\n.\n</parameter>\n</function>\n</tool_call>"),
+        ("qwen3_coder", "<function=ls><parameter=path>.</parameter></function>\n</tool_call>"),
+        ("glm45", "<tool_call>ls\n<arg_key>path</arg_key>\n<arg_value>.</arg_value>\n</tool_call>"),
+        ("json_list", 'functools[{"name": "ls", "arguments": {"path": "."}}]'),
+        ("kimi_k2", '<|tool_call_begin|>functions.ls:3<|tool_call_argument_begin|>{"path": "."}<|tool_call_end|>'),
+    ],
+)
+def test_other_ways_of_writing_the_same_call_are_read(form: str, text: str) -> None:
+    message = read(text, form).message()
+    assert [(c.name, json.loads(c.arguments)) for c in message.calls] == [("ls", {"path": "."})] and message.text == ""
+
+
+def test_a_format_that_writes_ids_keeps_them() -> None:
+    kimi = read("<|tool_call_begin|>functions.ls:3<|tool_call_argument_begin|>{}<|tool_call_end|>", "kimi_k2")
+    assert kimi.message().calls[0].id == "functions.ls:3"
+    assert read("[TOOL_CALLS]ls[CALL_ID]abcdefghi[ARGS]{}", "mistral").message().calls[0].id == "abcdefghi"
+    assert AnswerReader(Bytes(), tool_format=FORMATS["hermes"])._mint()[:5] == "call_"
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("{oops", "error: the tool call is not valid JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ("[" * 100_000, "error: the tool call is not valid JSON: "),
+        ("[]", 'error: a tool call needs "name" and "arguments"'),
+        ('{"arguments": {}}', 'error: a tool call needs "name" and "arguments"'),
+        ('{"name": 3, "arguments": {}}', 'error: a tool call needs "name" and "arguments"'),
+        ('{"name": "ls", "arguments": "{}"}', 'error: a tool call needs "name" and "arguments"'),
+        ('{"name": "ls", "arguments": {"a": NaN}}', "error: the tool call is not valid JSON: "),
+        ('{"name": "\\ud800", "arguments": {}}', 'error: a tool call needs "name" and "arguments"'),
+    ],
+)
+def test_malformed_call_stays_in_the_text_and_is_told_of(body: str, problem: str) -> None:
+    got = read(f"look <tool_call>{body}</tool_call>", "hermes")
+    assert got.message() == ChatMessage(role=ChatRole.ASSISTANT, text=f"look <tool_call>{body}</tool_call>")
+    assert len(got.problems) == 1 and got.problems[0].startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("mistral", "[TOOL_CALLS][]"),
+        ("mistral", "[TOOL_CALLS][ARGS]{}"),
+        ("mistral", "[TOOL_CALLS]ls[ARGS]{oops}"),
+        ("mistral", "[TOOL_CALLS][3]"),
+        ("json_list", "<|tool_call|>[3]"),
+        ("qwen3_coder", "<tool_call>ls</tool_call>"),
+        ("qwen3_coder", "<function=ls>what</function>"),
+        ("glm45", "<tool_call></tool_call>"),
+        ("glm45", "<tool_call>ls<arg_key>path</arg_key></tool_call>"),
+        ("kimi_k2", "<|tool_call_begin|>ls<|tool_call_end|>"),
+        ("deepseek_v3", "<\uff5ctool\u2581call\u2581begin\uff5c>ls<\uff5ctool\u2581call\u2581end\uff5c>"),
+        ("llama3_json", "<|python_tag|>print(3)"),
+        ("hermes", '<tool_call>{"name": "ls", "arguments": {'),
+    ],
+)
+def test_what_is_no_call_in_other_formats_is_text(form: str, text: str) -> None:
+    message = read(text, form).message()
+    assert (message.text, message.calls) == (text, ())
+
+
+def test_answer_in_json_is_no_malformed_call() -> None:
+    got = read('{"answer": 3} is it', "llama3_json")
+    assert got.message().text == '{"answer": 3} is it' and got.problems == ()
+
+
+def test_half_a_surrogate_pair_in_arguments_stays_an_escape() -> None:
+    (call,) = read('<tool_call>{"name": "ls", "arguments": {"path": "\\ud800"}}</tool_call>', "hermes").message().calls
+    assert call.arguments == '{"path": "\\ud800"}'
+
+
+def test_white_space_around_calls_is_dropped_and_between_words_kept() -> None:
+    call = '<tool_call>{"name": "ls", "arguments": {}}</tool_call>'
+    message = read(f"one \n{call}\n{call}\ntwo  {call}\n", "hermes").message()
+    assert message.text == "one \n\n\ntwo" and len(message.calls) == 3
+    assert read("ends with a line \n", "hermes").message().text == "ends with a line \n"
+
+
+def test_schema_says_which_bare_values_are_text() -> None:
+    text = FORMATS["glm45"].write([Call(id="", name="add", arguments='{"a": 3, "why": "4", "rest": [5], "odd": "6"}')])
+    (call,) = read(text, "glm45").message().calls
+    assert json.loads(call.arguments) == {"a": 3, "why": "4", "rest": [5], "odd": "6"}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_thinking", "reasoning", "said"),
+    [
+        ("<think>\nhm\n</think>\n\nyes ", False, "hm", "yes "),
+        ("hm\n</think>\n\nyes", True, "hm", "yes"),
+        ("\n <think>cut off", False, "cut off", ""),
+        ("no <think>aloud</think>", False, "", "no <think>aloud</think>"),
+        ("<thin", False, "", "<thin"),
+        ("", True, "", ""),
+    ],
+)
+def test_reasoning_is_set_apart(text: str, is_thinking: bool, reasoning: str, said: str) -> None:
+    message = read(text, thinking=THINK, is_thinking=is_thinking).message()
+    assert (message.reasoning, message.text) == (reasoning, said)
+
+
+def test_only_what_may_begin_a_marker_is_held_back() -> None:
+    out = reader("hermes")
+    assert [b.text for b in out.feed(b"look <tool")] == ["look"]
+    assert [b.text for b in out.feed(b"box")] == [" <toolbox"]
+    assert out.feed(b'<tool_call>{"name": "ls", "arguments": {}}</tool_call') == []
+    (bit,) = out.feed(b">")
+    assert (bit.kind, bit.name, bit.text) == (BitKind.CALL, "ls", "{}")
+
+
+def test_stop_string_ends_an_answer_inside_a_call() -> None:
+    out = read('a <tool_call>{"name": "END', "hermes", stops=["END"])
+    assert out.stop_string == "END" and out.message().text == 'a <tool_call>{"name": "'
+
+
+def test_end_of_turn_is_no_text_unless_something_follows() -> None:
+    out = reader()
+    out.feed([65, STOP])
+    out.feed([], last=True)
+    assert out.message().text == "A" and out.num_used == 2
+    more = reader()
+    more.feed([65, STOP])
+    more.feed([66, STOP], last=True)
+    assert more.message().text == f"A{chr(STOP)}B"
