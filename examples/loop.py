@@ -25,16 +25,17 @@ from pathlib import Path
 import msgspec
 import torch
 
+from rollmill.chat.format import ChatFormat
 from rollmill.engine.run import run_engine
-from rollmill.gateway import Gateway
-from rollmill.harness import Limits, run_agent
+from rollmill.gateway import Gateway, Replicas
+from rollmill.harness import BoxTools, Limits, run_agent
 from rollmill.ledger import CheckpointRow, EpisodeRow, GroupRow, Ledger, Pacing, cut, may_open
 from rollmill.model import Tokenizer, load_model
 from rollmill.records import CancelReason, DropReason, EpisodeState, Grade, GroupState, Role, RunFailure, Task, Trace, encode
 from rollmill.sandbox import SandboxBackend, SandboxSpec, open_backend
-from rollmill.tasks import TaskSource, open_family
+from rollmill.tasks import Attempt, TaskSource, agent_of, open_family
 from rollmill.telemetry import Waits
-from rollmill.trainer.batch import Attempt, make_batch
+from rollmill.trainer.batch import GradedEpisode, make_batch
 from rollmill.trainer.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from rollmill.trainer.learn import Learner
 from rollmill.trainer.loss import LossConfig
@@ -63,7 +64,7 @@ class Rollouts:
         self.num_steps = num_steps
         self.family = open_family("repo")
         self.source = TaskSource(self.family, split="train", seed=SEED)
-        self.gateway = Gateway(Tokenizer(MODEL), lambda: urls, Waits())
+        self.gateway = Gateway(ChatFormat(Tokenizer(MODEL)), Replicas(lambda: urls, Waits()))
         self.boxes: SandboxBackend = open_backend()
         # A handle per role: the role decides what the handle may change. The calls take about a millisecond, so the event loop makes them.
         self.ledger = Ledger.create_or_open(run_dir, Role.ROLLOUT)
@@ -137,16 +138,17 @@ class Rollouts:
         session = self.gateway.open_session(episode_id, seed=SEED, temperature=TEMPERATURE)
         box = await self.boxes.create(SandboxSpec(files=task.files, lifetime_s=EPISODE_S + 60.0))
         try:
-            played = await run_agent(task, box, session, LIMITS, deadline=deadline, rng=random.Random(episode_id))
+            spec, tools = agent_of(self.family, task), BoxTools(box, task.tools, tool_s=LIMITS.tool_s)
+            played = await run_agent(task, session, LIMITS, spec=spec, tools=tools, deadline=deadline, rng=random.Random(episode_id))
             files = {path: (await box.read(path)).decode("utf-8", "replace") for path in await box.list()}
         except OSError:
             # A world that the agent made unreadable is its own doing: it is graded, as an empty one.
             files = {}
         finally:
             await box.close()
-        grade = await self.family.grade(task, files, self.probe)
+        grade = await self.family.grade(task, Attempt(files=files, stop=played.stop, probe=self.probe))
         # The session has kept every token as it was sampled, with its logprob and the version that the replica stamped on it.
-        return grade, Trace(episode_id=episode_id, windows=(session.window(),), messages=tuple(session.messages), stop=played.stop)
+        return grade, Trace(episode_id=episode_id, windows=session.windows(), messages=tuple(session.messages), stop=played.stop)
 
     async def probe(self, files: Mapping[str, str], argv: Sequence[str]) -> str:
         """How a grader runs the agent's code: in a fresh box that holds inputs only; the answer stays on this side."""
@@ -234,13 +236,13 @@ class Trainer:
                 raise TimeoutError(f"no batch within {BATCH_S:.0f} s: {found.waiting} groups are missing, the rollouts must provide them")
         return []
 
-    def attempts(self, row: GroupRow) -> list[Attempt]:
+    def attempts(self, row: GroupRow) -> list[GradedEpisode]:
         """The graded episodes of a group. A trace is read only if the group's rewards differ: otherwise it teaches nothing."""
         found = []
         for episode in self.ledger.episodes_of(row.group_id):
             if episode.grade is not None and (blob := episode.blob) is not None:
                 load = lambda blob=blob: msgspec.msgpack.decode(self.ledger.blobs.get(blob), type=Trace)  # noqa: E731
-                found.append(Attempt(episode_id=episode.episode_id, reward=episode.grade.reward, load=load))
+                found.append(GradedEpisode(episode_id=episode.episode_id, reward=episode.grade.reward, load=load))
         return found
 
     def report(self, step: int, rows: list[GroupRow], rewards: list[float], waited_s: float, worked_s: float) -> None:

@@ -27,7 +27,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "engine": ("records", "web", "ops", "model", "weights"),
     "adapters": ("records", "weights", "model.route_record", "engine.protocol", "engine.client"),
     "gateway": ("records", "telemetry", "web", "chat", "model.tokenizer", "model.route_record", "engine.protocol", "engine.client"),
-    "harness": ("records", "chat", "gateway", "sandbox"),
+    "harness": ("records", "telemetry", "chat", "gateway", "model.tokenizer", "sandbox"),
     "rollout": (
         *("records", "config", "telemetry", "web", "chat", "gateway", "harness", "sandbox", "tasks", "ledger", "model"),
         *("engine.protocol", "engine.client"),

@@ -10,6 +10,7 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from functools import cache
 
 import msgspec
 
@@ -57,6 +58,11 @@ def mint_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
+@cache
+def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, markers)))
+
+
 class AnswerReader:
     """Feed it the tokens of one answer; `message` after the last."""
 
@@ -77,7 +83,7 @@ class AnswerReader:
         self._stop_ids, self._format, self._thinking, self._mint = stop_ids, tool_format, thinking, mint
         self._tools = {t.name: t for t in tools}
         self._markers = tool_format.markers if tool_format is not None else ()
-        self._marker = re.compile("|".join(map(re.escape, self._markers))) if self._markers else None
+        self._marker = _any_of(self._markers) if self._markers else None
         self._is_plain = tool_format is None and thinking is None
         self._part = _Part.REASONING if is_thinking else _Part.START if thinking is not None else _Part.TEXT
         self._ending: int | None = None

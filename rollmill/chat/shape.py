@@ -74,7 +74,11 @@ class Shape:
         return out
 
     def tools(self, tools: Sequence[Tool]) -> list[Shaped]:
-        return [self._clean(t.as_template()) for t in tools]
+        shaped = [t.as_template() for t in tools]
+        # Hardly any tool talks about control tokens, and one look at the whole text is cheaper than one at each string.
+        if self._marker_starts.isdisjoint(msgspec.json.encode(shaped).decode()):
+            return shaped
+        return [self._clean(t) for t in shaped]
 
     def _call(self, call: Call) -> Shaped:
         arguments: Any = call.arguments

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator
 from typing import Any, Protocol
 
 from rollmill.engine.client import EngineRejected
@@ -112,29 +112,30 @@ class Answering:
             await self._all([self._finish_choice(c) for c in self._choices])
         return self.answers
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        async for events in self.steps():
-            for event in events:
-                yield event
+    async def __aiter__(self) -> AsyncGenerator[Event, None]:
+        async with contextlib.aclosing(self.steps()) as steps:
+            async for events in steps:
+                for event in events:
+                    yield event
 
     async def steps(self) -> AsyncGenerator[list[Event], None]:
         """Events as they come, those of one step together."""
         with self._watched():
             await self.start()
-            if len(self._choices) == 1:
-                async for events in self._sample(self._choices[0]):
+            source = self._sample(self._choices[0]) if len(self._choices) == 1 else self._merged()
+            # A generator within a generator is not closed with it, and the replica's row would wait for the collector.
+            async with contextlib.aclosing(source):
+                async for events in source:
                     yield events
-                return
-            async for events in self._merged():
-                yield events
 
-    async def _merged(self) -> AsyncIterator[list[Event]]:
+    async def _merged(self) -> AsyncGenerator[list[Event], None]:
         """All choices at once; what waits goes out together."""
         queue: asyncio.Queue[list[Event] | None] = asyncio.Queue()
 
         async def pump(choice: Choice) -> None:
-            async for events in self._sample(choice):
-                queue.put_nowait(events)
+            async with contextlib.aclosing(self._sample(choice)) as steps:
+                async for events in steps:
+                    queue.put_nowait(events)
 
         work = asyncio.create_task(self._all([pump(c) for c in self._choices]))
         work.add_done_callback(lambda _: queue.put_nowait(None))
@@ -168,8 +169,9 @@ class Answering:
     async def _finish_choice(self, choice: Choice) -> None:
         if self.call.stops or choice.may_be_cut:
             # Heard as it comes, since the row is to be freed at the stop string.
-            async for _ in self._sample(choice):
-                pass
+            async with contextlib.aclosing(self._sample(choice)) as steps:
+                async for _ in steps:
+                    pass
             return
         self.sent_at = self.sent_at or time.monotonic()
         with self._refusals():
@@ -180,7 +182,7 @@ class Answering:
         choice.end(reply)
         self._conclude(choice, reply)
 
-    async def _sample(self, choice: Choice) -> AsyncIterator[list[Event]]:
+    async def _sample(self, choice: Choice) -> AsyncGenerator[list[Event], None]:
         request, reply = choice.slot.request, None
         self.sent_at = self.sent_at or time.monotonic()
         stream = self._source.replicas.stream(request, deadline=self._deadline)
@@ -212,7 +214,7 @@ class Answering:
         if reason is FinishReason.DEADLINE:
             raise self._failed(ApiError(504, f"the answer was not whole before the deadline; {len(reply.token_ids)} tokens were sampled"))
         if reason is FinishReason.VERSION:
-            raise _unmet("the weights were swapped while the request ran")
+            raise self._failed(_unmet("the weights were swapped while the request ran"))
         raise self._failed(_unavailable(f"the replica ended the request with {reason}"))
 
     def _conclude(self, choice: Choice, reply: GenerateReply) -> Answer:

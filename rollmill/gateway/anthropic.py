@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -202,9 +203,9 @@ def _content(block: Block, *, is_start: bool = False) -> dict[str, Any]:
 
 def _as_object(arguments: str) -> msgspec.Raw | dict[str, Any]:
     """Arguments as the model wrote them, down to the spelling of numbers; an empty object when they are none."""
-    raw = arguments.encode()
     try:
-        msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, RecursionError):
-        return {}
-    return msgspec.Raw(raw)
+        # Not msgspec: half a surrogate pair is no reason to call a tool without its arguments.
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        found = None
+    return msgspec.Raw(arguments.encode()) if isinstance(found, dict) else {}

@@ -281,7 +281,9 @@ class Episode:
         if self.is_closed:
             raise EpisodeClosed(f"episode {self.key} has ended")
         if len(self.graph.samples) >= self.max_answers:
-            raise EpisodeFull(f"episode {self.key} has {len(self.graph.samples)} answers, at most {self.max_answers} are kept; start another")
+            raise EpisodeFull(
+                f"episode {self.key} has {len(self.graph.samples)} answers, at most {self.max_answers} are kept; start another"
+            )
         if self.graph.num_tokens + num_new > self.max_tokens:
             held = f"{self.graph.num_tokens} tokens and this request adds {num_new}"
             raise EpisodeFull(f"episode {self.key} holds {held}, at most {self.max_tokens} are kept; start another")

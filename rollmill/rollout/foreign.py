@@ -148,7 +148,7 @@ class ProgramAgent(_Foreign):
             files = await collect(box)
         finally:
             await box.close()
-        return self._played(seat, stop=stop, files=files, timing_s={"agent": run.wall_s, "sandbox": ready - started})
+        return self._played(seat, stop=stop, files=files, facts=_facts(run), timing_s={"agent": run.wall_s, "sandbox": ready - started})
 
     async def _beside(self, task: Task, seat: Seat, deadline: float) -> Played:
         async with scratch(task) as folders:
@@ -156,7 +156,7 @@ class ProgramAgent(_Foreign):
             run = await run_beside(self._program, task, seat.endpoint, folders, deadline=until)
             stop = self._judge(seat, run, has_limit=until < deadline)
             files = await asyncio.to_thread(folders.files, most=MAX_FILES, limit_bytes=MAX_FILE_BYTES)
-        return self._played(seat, stop=stop, files=files, timing_s={"agent": run.wall_s, "sandbox": 0.0})
+        return self._played(seat, stop=stop, files=files, facts=_facts(run), timing_s={"agent": run.wall_s, "sandbox": 0.0})
 
     def _until(self, started: float, deadline: float) -> float:
         return min(deadline, started + self._time_s) if self._time_s else deadline
@@ -212,6 +212,11 @@ class RemoteAgent(_Foreign):
 
     async def close(self) -> None:
         await self._service.close()
+
+
+def _facts(run: ProgramRun) -> dict[str, Any]:
+    """What a grader may want to know of the program: some print their answer."""
+    return {"exit_code": run.exit_code, "output": run.output}
 
 
 def _grade_of(report: Report) -> Grade | None:

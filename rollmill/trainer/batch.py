@@ -11,7 +11,7 @@ from rollmill.records import Trace, Window
 from rollmill.trainer.advantage import has_signal, leave_one_out
 
 
-class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+class GradedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     """A graded episode of a group."""
 
     episode_id: str
@@ -37,7 +37,7 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
 
 
-def make_batch(groups: Sequence[Sequence[Attempt]]) -> StepBatch:
+def make_batch(groups: Sequence[Sequence[GradedEpisode]]) -> StepBatch:
     """Advantages per group; groups whose rewards are all equal are counted and never loaded."""
     lessons: list[Lesson] = []
     num_flat = 0

@@ -22,7 +22,7 @@ from rollmill.model.routes import route_shape
 from rollmill.records import BlobRef, DropReason, EpisodeState, GroupState, Trace, Window
 from rollmill.telemetry import Metrics, Waits
 from rollmill.trainer.alarms import AlarmBoard
-from rollmill.trainer.batch import Attempt, StepBatch, make_batch
+from rollmill.trainer.batch import GradedEpisode, StepBatch, make_batch
 from rollmill.trainer.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from rollmill.trainer.learn import Learner
 from rollmill.trainer.loss import LossConfig
@@ -206,13 +206,13 @@ class TrainerLoop:
         self._ledger.commit_step(row, time.time())
         prune_checkpoints(self._ledger.run_dir, self.step)
 
-    def _attempts(self, row: GroupRow) -> list[Attempt]:
+    def _attempts(self, row: GroupRow) -> list[GradedEpisode]:
         """The graded episodes of a group; none, and the group dropped with its reason, when a trace is damaged."""
         episodes = [e for e in self._ledger.episodes_of(row.group_id) if e.state == EpisodeState.GRADED]
         attempts = []
         for episode in episodes:
             assert episode.grade is not None and episode.blob is not None
-            attempts.append(Attempt(episode_id=episode.episode_id, reward=episode.grade.reward, load=self._loader(episode.blob)))
+            attempts.append(GradedEpisode(episode_id=episode.episode_id, reward=episode.grade.reward, load=self._loader(episode.blob)))
         rewards = {a.reward for a in attempts}
         try:
             if len(rewards) > 1:

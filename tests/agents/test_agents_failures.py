@@ -171,6 +171,7 @@ root = os.environ["OPENAI_BASE_URL"].split("/e/")[0]
 found = [root, status(root + "/e/other/v1"), status(root + "/v1", "sk-guess"), status("http://169.254.169.254/v1"),
          status("http://metadata.internal/v1"), status("http://127.0.0.1:%PORT%/v1")]
 open("found.json", "w").write(json.dumps(found))
+print("bye")
 """
 
 
@@ -185,6 +186,7 @@ def test_agent_inside_a_box_reaches_its_own_episode_and_nothing_else(policy: Scr
 
         async def look(task: object, attempt: object) -> object:
             seen.update(attempt.files)  # type: ignore[attr-defined]
+            assert attempt.facts == {"exit_code": 0, "output": "bye\n"}  # type: ignore[attr-defined]
             return await grade(task, attempt)  # type: ignore[arg-type]
 
         monkeypatch.setattr(family, "grade", look)

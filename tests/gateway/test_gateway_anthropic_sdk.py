@@ -9,7 +9,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from dialect_worlds import LiveGateway, calling, sampled_texts, scripted
+from dialect_worlds import World, calling, scripted
 
 from rollmill.gateway.anthropic import Messages
 from rollmill.gateway.keys import KeyRing, KeySpec, digest_of
@@ -19,16 +19,16 @@ HI: Any = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture
-def world() -> Iterator[LiveGateway]:
-    with LiveGateway(scripted("Hello, world!")) as world:
+def world() -> Iterator[World]:
+    with World(scripted("Hello, world!")) as world:
         yield world
 
 
-def client_of(world: LiveGateway, episode: str = "", **options: Any) -> anthropic.Anthropic:
+def client_of(world: World, episode: str = "", **options: Any) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=world.url(episode), api_key="k", **{"max_retries": 0, "timeout": 20, **options})
 
 
-def async_client_of(world: LiveGateway, episode: str = "", **options: Any) -> anthropic.AsyncAnthropic:
+def async_client_of(world: World, episode: str = "", **options: Any) -> anthropic.AsyncAnthropic:
     return anthropic.AsyncAnthropic(base_url=world.url(episode), api_key="k", **{"max_retries": 0, "timeout": 20, **options})
 
 
@@ -37,17 +37,17 @@ def ask(client: anthropic.Anthropic, **fields: Any) -> anthropic.types.Message:
     return message
 
 
-def test_a_message(world: LiveGateway) -> None:
+def test_a_message(world: World) -> None:
     message = ask(client_of(world), system="be kind")
     assert [b.to_dict() for b in message.content] == [{"type": "text", "text": "Hello, world!"}]
     assert (message.role, message.model, message.stop_reason, message.id[:4]) == ("assistant", "policy", "end_turn", "msg_")
     (sampled,) = world.stub.sampled
     assert message.usage.input_tokens == len(sampled.request.prompt_ids)
     assert message.usage.output_tokens == len(sampled.token_ids)
-    assert "be kind" in sampled_texts(world)[0]
+    assert "be kind" in world.asked()[0]
 
 
-def test_an_async_message(world: LiveGateway) -> None:
+def test_an_async_message(world: World) -> None:
     async def main() -> str:
         async with async_client_of(world) as client:
             message = await client.messages.create(model="policy", max_tokens=64, messages=HI)
@@ -56,18 +56,18 @@ def test_an_async_message(world: LiveGateway) -> None:
     assert asyncio.run(main()) == "Hello, world!"
 
 
-def test_what_the_client_wishes_reaches_the_replica(world: LiveGateway) -> None:
+def test_what_the_client_wishes_reaches_the_replica(world: World) -> None:
     ask(client_of(world), max_tokens=3, extra_body={"temperature": 0.5, "top_p": 0.25, "top_k": 4})
     (request,) = world.stub.requests
     assert (request.max_tokens, request.temperature, request.top_p, request.top_k) == (3, 0.5, 0.25, 4)
 
 
-def test_an_answer_that_is_cut(world: LiveGateway) -> None:
+def test_an_answer_that_is_cut(world: World) -> None:
     assert ask(client_of(world), max_tokens=2).stop_reason == "max_tokens"
 
 
 def test_stop_sequences_end_the_answer() -> None:
-    with LiveGateway(scripted("one, two, three")) as world:
+    with World(scripted("one, two, three")) as world:
         message = ask(client_of(world), stop_sequences=["two", "zzz"])
         assert message.content[0].text == "one, "  # type: ignore[union-attr]
         assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "two")
@@ -76,7 +76,7 @@ def test_stop_sequences_end_the_answer() -> None:
             assert stream.get_final_message().stop_sequence == "two"
 
 
-def test_a_stream_of_raw_events(world: LiveGateway) -> None:
+def test_a_stream_of_raw_events(world: World) -> None:
     stream = client_of(world).messages.create(model="policy", max_tokens=64, messages=HI, stream=True)
     events = list(stream)
     kinds = [e.type for e in events]
@@ -86,7 +86,7 @@ def test_a_stream_of_raw_events(world: LiveGateway) -> None:
     assert text == "Hello, world!"
 
 
-def test_the_stream_helper_builds_the_same_message(world: LiveGateway) -> None:
+def test_the_stream_helper_builds_the_same_message(world: World) -> None:
     whole = ask(client_of(world))
 
     async def main() -> tuple[str, anthropic.types.Message]:
@@ -102,7 +102,7 @@ def test_the_stream_helper_builds_the_same_message(world: LiveGateway) -> None:
 
 def test_a_tool_loop_is_token_exact() -> None:
     say = scripted(calling("ls", '{"path": "."}', "Let me look.\n"), calling("ls", '{"path": "é"}') + "\n" + calling("ls"), "Two files.")
-    with LiveGateway(say) as world:
+    with World(say) as world:
         client = client_of(world, "e1")
         messages: list[Any] = list(HI)
         for turn in range(3):
@@ -119,7 +119,7 @@ def test_a_tool_loop_is_token_exact() -> None:
 
 def test_a_streamed_tool_loop_is_token_exact() -> None:
     say = scripted(calling("ls", '{"path": "a\\nb", "n": 1.50}', "Let me look. "), calling("ls") + calling("ls"), "Done: 日本 🙂.")
-    with LiveGateway(say) as world:
+    with World(say) as world:
         client = client_of(world, "e1")
         messages: list[Any] = list(HI)
         for _ in range(3):
@@ -143,15 +143,15 @@ def test_the_clients_own_tool_runner_drives_the_loop() -> None:
         """
         return json.dumps([path, "b"])
 
-    with LiveGateway(scripted(calling("ls", '{"path": "."}'), "There are two.")) as world:
+    with World(scripted(calling("ls", '{"path": "."}'), "There are two.")) as world:
         runner = client_of(world, "e1").beta.messages.tool_runner(model="policy", max_tokens=64, messages=HI, tools=[ls])
         final = runner.until_done()
         assert final.content[0].text == "There are two."  # type: ignore[union-attr]
-        assert '[".", "b"]' in sampled_texts(world)[-1]
+        assert '[".", "b"]' in world.asked()[-1]
         world.check_one_exact_window("e1")
 
 
-def test_threads_are_token_exact_and_survive_their_loss(world: LiveGateway) -> None:
+def test_threads_are_token_exact_and_survive_their_loss(world: World) -> None:
     thread = client_of(world, "e1").beta.messages.thread(model="policy", max_tokens=64, messages=[], system="be kind")
     thread.send({"role": "user", "content": "hi"})
     assert thread.previous_message_id is not None and len(thread.messages) == 2
@@ -165,16 +165,16 @@ def test_threads_are_token_exact_and_survive_their_loss(world: LiveGateway) -> N
     world.check_one_exact_window("e1")
 
 
-def test_count_tokens(world: LiveGateway) -> None:
+def test_count_tokens(world: World) -> None:
     client = client_of(world, "e1")
     counted = client.messages.count_tokens(model="policy", messages=HI, system="be kind", tools=[LS])
     assert counted.input_tokens == ask(client, system="be kind", tools=[LS]).usage.input_tokens
     assert dict(world.episode("e1").tally)["first"] == 1
 
 
-def test_a_given_beginning_is_continued(world: LiveGateway) -> None:
+def test_a_given_beginning_is_continued(world: World) -> None:
     ask(client_of(world), messages=[*HI, {"role": "assistant", "content": "Well, "}])
-    assert sampled_texts(world)[0].endswith("Well, ")
+    assert world.asked()[0].endswith("Well, ")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_given_beginning_is_continued(world: LiveGateway) -> None:
         {"messages": [{"role": "user", "content": []}, {"role": "user", "content": [{"type": "document"}]}]},
     ],
 )
-def test_bad_requests_raise_bad_request(world: LiveGateway, fields: dict[str, Any]) -> None:
+def test_bad_requests_raise_bad_request(world: World, fields: dict[str, Any]) -> None:
     with pytest.raises(anthropic.BadRequestError) as error:
         ask(client_of(world), **fields)
     assert error.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
@@ -196,7 +196,7 @@ def test_bad_requests_raise_bad_request(world: LiveGateway, fields: dict[str, An
 
 def test_errors_by_class() -> None:
     keys = KeyRing([KeySpec(name="a", digest=digest_of("good"), requests_per_min=2)])
-    with LiveGateway(scripted("ok"), keys=keys) as world:
+    with World(scripted("ok"), keys=keys) as world:
         with pytest.raises(anthropic.AuthenticationError) as unknown:
             ask(client_of(world))
         assert unknown.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
@@ -213,7 +213,7 @@ def test_errors_by_class() -> None:
         assert limited.value.response.headers["retry-after"]
 
 
-def test_the_client_retries_when_told_to(world: LiveGateway) -> None:
+def test_the_client_retries_when_told_to(world: World) -> None:
     world.stub.refuse_next = [400]
     with pytest.raises(anthropic.BadRequestError):
         ask(client_of(world))
@@ -222,7 +222,7 @@ def test_the_client_retries_when_told_to(world: LiveGateway) -> None:
 
 
 def test_no_replica_is_an_overload() -> None:
-    with LiveGateway(scripted("ok"), urls=list) as world:
+    with World(scripted("ok"), urls=list) as world:
         with pytest.raises(anthropic.InternalServerError) as error:
             ask(client_of(world, default_headers={"x-request-timeout-s": "0.3"}))
         assert error.value.status_code == 503
@@ -230,7 +230,7 @@ def test_no_replica_is_an_overload() -> None:
 
 
 def test_leaving_a_stream_frees_the_row() -> None:
-    with LiveGateway(scripted("a long answer that nobody waits for")) as world:
+    with World(scripted("a long answer that nobody waits for")) as world:
         world.stub.hold_after = 3
         stream = client_of(world, "e1").messages.create(model="policy", max_tokens=64, messages=HI, stream=True)
         assert next(iter(stream)).type == "message_start"
@@ -240,7 +240,7 @@ def test_leaving_a_stream_frees_the_row() -> None:
 
 
 def test_cancelling_a_whole_call_frees_the_row() -> None:
-    with LiveGateway(scripted("never told")) as world:
+    with World(scripted("never told")) as world:
         world.stub.hold_after = 0
 
         async def main() -> None:
@@ -257,7 +257,7 @@ def test_cancelling_a_whole_call_frees_the_row() -> None:
 
 
 def test_a_stream_that_cannot_go_on_raises() -> None:
-    with LiveGateway(scripted("a long answer that breaks"), die_after=3) as world:
+    with World(scripted("a long answer that breaks"), die_after=3) as world:
         client = client_of(world, default_headers={"x-request-timeout-s": "0.5"})
         stream = client.messages.create(model="policy", max_tokens=64, messages=HI, stream=True)
         with pytest.raises(anthropic.APIStatusError):

@@ -218,6 +218,12 @@ def test_a_whole_message() -> None:
     }
 
 
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"a": 12345678901234567890123}', '{"a": 1e400}', "{}"])
+def test_odd_arguments_reach_the_tool(arguments: str) -> None:
+    answer = answer_of(calls=(Call(id=CALL, name="ls", arguments=arguments),))
+    assert f'"input":{arguments}'.encode() in DIALECT.whole(parsed(), ENVELOPE, [answer])
+
+
 @pytest.mark.parametrize(
     ("answer", "reason", "sequence"),
     [

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
-from dialect_worlds import LiveGateway, scripted
+from dialect_worlds import World, scripted
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import checks
@@ -27,21 +27,21 @@ CHECKS = [
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[LiveGateway]:
-    with LiveGateway(scripted("Hello, world!")) as world:
+def world() -> Iterator[World]:
+    with World(scripted("Hello, world!")) as world:
         yield world
 
 
 api = schemathesis.openapi.from_dict(json.loads(openapi_json()))
 
 
-def test_every_endpoint_that_is_served_is_described(world: LiveGateway) -> None:
+def test_every_endpoint_that_is_served_is_described(world: World) -> None:
     app = world.server.app
     served = {("POST", path) for path in app._dialects} | {(route.method, route.path) for route in app._routes}
     assert {(e.method.upper(), e.path) for e in ENDPOINTS} == served
 
 
-def test_the_description_is_served_as_it_is(world: LiveGateway) -> None:
+def test_the_description_is_served_as_it_is(world: World) -> None:
     served = httpx.get(world.url() + "/openapi.json")
     assert served.content == openapi_json() and served.headers["content-type"] == "application/json"
     document = json.loads(openapi_json())
@@ -54,7 +54,7 @@ def test_the_description_is_served_as_it_is(world: LiveGateway) -> None:
 
 
 SOME = settings(
-    max_examples=4,
+    max_examples=3,
     derandomize=True,
     deadline=None,
     database=None,
@@ -65,14 +65,14 @@ SOME = settings(
 
 @api.exclude(path_regex="^/e/").parametrize()
 @SOME
-def test_requests_of_the_described_kind_are_answered_as_described(world: LiveGateway, case: schemathesis.Case) -> None:
+def test_requests_of_the_described_kind_are_answered_as_described(world: World, case: schemathesis.Case) -> None:
     response = case.call(base_url=world.url(), timeout=20)
     case.validate_response(response, checks=CHECKS)
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES))
 @pytest.mark.parametrize("prefix", ["", "/e/e%201"])
-def test_the_examples_are_answered(world: LiveGateway, prefix: str, path: str) -> None:
+def test_the_examples_are_answered(world: World, prefix: str, path: str) -> None:
     for body in EXAMPLES[path]:
         reply = httpx.post(world.url() + prefix + path, json=body)
         assert reply.is_success, reply.text
@@ -116,12 +116,12 @@ def spoiled(draw: st.DrawFn, path: str) -> bytes:
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES))
-def test_spoiled_requests_are_answered_as_described(world: LiveGateway, path: str) -> None:
+def test_spoiled_requests_are_answered_as_described(world: World, path: str) -> None:
     operation = api[path]["POST"]
     statuses: set[int] = set()
     with httpx.Client(base_url=world.url(), timeout=20) as client:
 
-        @settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=30, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
         @given(spoiled(path))
         def check(body: bytes) -> None:
             response = client.post(path, content=body, headers={"content-type": "application/json"})
@@ -133,6 +133,6 @@ def test_spoiled_requests_are_answered_as_described(world: LiveGateway, path: st
     assert 400 in statuses and statuses & {200, 201}
 
 
-def test_nothing_is_left_behind(world: LiveGateway) -> None:
+def test_nothing_is_left_behind(world: World) -> None:
     world.stub.wait_idle()
     assert world.server.app.num_running == 0

@@ -8,7 +8,8 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from dialect_worlds import LiveGateway, calling, scripted
+from dialect_worlds import World, calling, scripted
+from live_gateway import wait_until
 
 from rollmill.gateway.episode import Episode
 from rollmill.gateway.placement import Sampling
@@ -28,7 +29,7 @@ def as_lists(windows: tuple[Window, ...]) -> list[tuple[Any, ...]]:
     return [(w.tokens_T.tolist(), w.sampled_T.tolist(), w.logprobs_T.tolist(), w.versions_T.tolist(), w.sources) for w in windows]
 
 
-def converse(world: LiveGateway, messages: list[Any], num: int) -> None:
+def converse(world: World, messages: list[Any], num: int) -> None:
     client = anthropic.Anthropic(base_url=world.url("e1"), api_key="k", max_retries=0, timeout=20)
     for _ in range(num):
         message = client.messages.create(model="m", max_tokens=64, messages=messages, tools=[LS])
@@ -37,7 +38,7 @@ def converse(world: LiveGateway, messages: list[Any], num: int) -> None:
         messages.append({"role": "user", "content": [*results, {"type": "text", "text": "go on"}]})
 
 
-def branch_out(world: LiveGateway) -> None:
+def branch_out(world: World) -> None:
     """Forks, a retry, several choices, raw text, a client that leaves."""
     client = openai.OpenAI(base_url=world.url("e1") + "/v1", api_key="k", max_retries=0, timeout=20)
     for text in ("another", "another", "third"):
@@ -50,12 +51,13 @@ def branch_out(world: LiveGateway) -> None:
     stream.close()
     world.stub.wait_idle()
     assert world.stub.num_cut == before + 1
+    wait_until(lambda: world.episode("e1").tally["abandoned"] == 1)
     world.stub.release()
 
 
 def test_an_episode_is_rebuilt_and_goes_on(tmp_path: Path) -> None:
     messages: list[Any] = [{"role": "user", "content": "begin"}]
-    with LiveGateway(say, record=tmp_path) as world:
+    with World(say, record=tmp_path) as world:
         world.server.open_episode("e1", seed=5, sampling=Sampling(temperature=0.5), min_version=0)
         converse(world, messages, 3)
         branch_out(world)
@@ -64,7 +66,7 @@ def test_an_episode_is_rebuilt_and_goes_on(tmp_path: Path) -> None:
     assert [r.key for r in open_episodes(tmp_path / "calls.db")] == ["e1"]
     kinds = [kind for record in read_calls(tmp_path / "calls.db", "e1") for kind in record.kinds]
     assert {"first", "append", "fork", "retry"} <= set(kinds)
-    with LiveGateway(say, record=tmp_path) as world:
+    with World(say, record=tmp_path) as world:
 
         async def restore() -> int:
             return restore_episodes(world.gateway, tmp_path / "calls.db")
@@ -81,7 +83,7 @@ def test_an_episode_is_rebuilt_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_another_model_does_not_take_over(tmp_path: Path) -> None:
-    with LiveGateway(scripted("a", "b"), record=tmp_path) as world:
+    with World(scripted("a", "b"), record=tmp_path) as world:
         converse(world, [{"role": "user", "content": "begin"}], 2)
         chat = world.gateway.chat
     calls = list(read_calls(tmp_path / "calls.db", "e1"))

@@ -9,39 +9,39 @@ from typing import Any
 import agents
 import openai
 import pytest
-from dialect_worlds import LiveGateway, calling, sampled_texts, scripted
+from dialect_worlds import World, calling, scripted
 from pydantic import BaseModel
 
 LS: Any = {"type": "function", "name": "ls", "parameters": {"type": "object", "properties": {"path": {"type": "string"}}}, "strict": False}
 
 
 @pytest.fixture
-def world() -> Iterator[LiveGateway]:
-    with LiveGateway(scripted("Hello, world!")) as world:
+def world() -> Iterator[World]:
+    with World(scripted("Hello, world!")) as world:
         yield world
 
 
-def client_of(world: LiveGateway, episode: str = "", **options: Any) -> openai.OpenAI:
+def client_of(world: World, episode: str = "", **options: Any) -> openai.OpenAI:
     return openai.OpenAI(base_url=world.url(episode) + "/v1", api_key="k", **{"max_retries": 0, "timeout": 20, **options})
 
 
-def test_a_response(world: LiveGateway) -> None:
+def test_a_response(world: World) -> None:
     response = client_of(world).responses.create(model="policy", input="hi", instructions="be kind", metadata={"a": "b"})
     assert response.output_text == "Hello, world!"
     assert (response.status, response.model, response.metadata, response.id[:5]) == ("completed", "policy", {"a": "b"}, "resp_")
     (sampled,) = world.stub.sampled
     assert response.usage is not None
     assert (response.usage.input_tokens, response.usage.output_tokens) == (len(sampled.request.prompt_ids), len(sampled.token_ids))
-    assert "be kind" in sampled_texts(world)[0]
+    assert "be kind" in world.asked()[0]
 
 
-def test_a_cut_response(world: LiveGateway) -> None:
+def test_a_cut_response(world: World) -> None:
     response = client_of(world).responses.create(model="policy", input="hi", max_output_tokens=2)
     assert response.status == "incomplete" and response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
 
 
-def test_a_stream(world: LiveGateway) -> None:
+def test_a_stream(world: World) -> None:
     events = list(client_of(world).responses.create(model="policy", input="hi", stream=True))
     assert [e.sequence_number for e in events] == list(range(len(events)))  # type: ignore[union-attr]
     assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "Hello, world!"
@@ -49,7 +49,7 @@ def test_a_stream(world: LiveGateway) -> None:
     assert last.type == "response.completed" and last.response.output_text == "Hello, world!"
 
 
-def test_the_stream_helper(world: LiveGateway) -> None:
+def test_the_stream_helper(world: World) -> None:
     with client_of(world).responses.stream(model="policy", input="hi") as stream:
         for _ in stream:
             pass
@@ -60,7 +60,7 @@ def test_structured_output_is_parsed() -> None:
     class City(BaseModel):
         name: str
 
-    with LiveGateway(scripted('{"name": "Bern"}')) as world:
+    with World(scripted('{"name": "Bern"}')) as world:
         parsed = client_of(world).responses.parse(model="policy", input="which?", text_format=City)
         assert parsed.output_parsed == City(name="Bern")
         (request,) = world.stub.requests
@@ -91,13 +91,13 @@ def loop(client: openai.OpenAI, *, streams: bool, by_id: bool) -> None:
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_tool_loop_is_token_exact(streams: bool, by_id: bool) -> None:
     say = scripted(calling("ls", '{"path": "é"}', "Let me look.\n"), calling("ls") + "\n" + calling("ls", '{"path": "b"}'), "Two: 日本 🙂.")
-    with LiveGateway(say) as world:
+    with World(say) as world:
         loop(client_of(world, "e1"), streams=streams, by_id=by_id)
         assert len(world.stub.requests) == 3
         world.check_one_exact_window("e1")
 
 
-def test_kept_responses_are_told_and_forgotten(world: LiveGateway) -> None:
+def test_kept_responses_are_told_and_forgotten(world: World) -> None:
     client = client_of(world)
     response = client.responses.create(model="policy", input="hi")
     assert client.responses.retrieve(response.id).output_text == "Hello, world!"
@@ -121,14 +121,14 @@ def test_kept_responses_are_told_and_forgotten(world: LiveGateway) -> None:
         {"background": True},
     ],
 )
-def test_bad_requests_raise_bad_request(world: LiveGateway, fields: dict[str, Any]) -> None:
+def test_bad_requests_raise_bad_request(world: World, fields: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError):
         client_of(world).responses.create(**{"model": "policy", "input": "hi", **fields})
     assert not world.stub.requests
 
 
 def test_a_stream_that_cannot_go_on_says_so() -> None:
-    with LiveGateway(scripted("a long answer that breaks"), die_after=3) as world:
+    with World(scripted("a long answer that breaks"), die_after=3) as world:
         client = client_of(world, default_headers={"x-request-timeout-s": "0.5"})
         events = []
         for event in client.responses.create(model="policy", input="hi", stream=True):
@@ -153,7 +153,7 @@ def test_the_agents_sdk_runs_a_token_exact_loop(streams: bool) -> None:
         calling("ls", '{"path": "."}', "I look. "), calling("ls", '{"path": "x"}') + calling("ls", '{"path": "y"}'), "All seen.", "Bye."
     )
 
-    async def main(world: LiveGateway) -> list[str]:
+    async def main(world: World) -> list[str]:
         client = openai.AsyncOpenAI(base_url=world.url("e1") + "/v1", api_key="k", max_retries=0, timeout=20)
         model = agents.OpenAIResponsesModel(model="gpt-of-some-name", openai_client=client)
         agent = agents.Agent(name="a", instructions="be brief", tools=[ls], model=model)
@@ -174,7 +174,7 @@ def test_the_agents_sdk_runs_a_token_exact_loop(streams: bool) -> None:
         return outputs
 
     agents.set_tracing_disabled(True)
-    with LiveGateway(say) as world:
+    with World(say) as world:
         assert asyncio.run(main(world)) == ["All seen.", "Bye."]
         assert seen[0] == "." and sorted(seen[1:]) == ["x", "y"]
         assert len(world.stub.requests) == 4

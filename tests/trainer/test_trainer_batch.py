@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollmill.records import StopReason, Trace, Window
 from rollmill.trainer.advantage import has_signal, leave_one_out
-from rollmill.trainer.batch import Attempt, Lesson, make_batch, micro_batches
+from rollmill.trainer.batch import GradedEpisode, Lesson, make_batch, micro_batches
 
 reward = st.floats(-10, 10, allow_nan=False)
 
@@ -36,12 +36,12 @@ def window(length: int, num_sampled: int = 1) -> Window:
     return Window.of(tokens=[7] * length, sampled=sampled, logprobs=[0.0] * length, versions=[1 if s else -1 for s in sampled])
 
 
-def attempt(name: str, reward: float, loaded: list[str], *windows: Window) -> Attempt:
+def attempt(name: str, reward: float, loaded: list[str], *windows: Window) -> GradedEpisode:
     def load() -> Trace:
         loaded.append(name)
         return Trace(episode_id=name, windows=windows or (window(4),), stop=StopReason.SUBMITTED)
 
-    return Attempt(episode_id=name, reward=reward, load=load)
+    return GradedEpisode(episode_id=name, reward=reward, load=load)
 
 
 def test_group_without_spread_is_counted_and_never_loaded() -> None:
