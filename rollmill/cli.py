@@ -10,6 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from rollmill.chat.commands import template_app
+from rollmill.fleet.commands import gateway_command, serve_command
+from rollmill.harness.commands import agent_app
 from rollmill.model.commands import import_model
 from rollmill.numerics.commands import numerics_app
 from rollmill.sandbox.commands import sandbox_app
@@ -25,7 +28,11 @@ app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(tasks_app, name="tasks")
 app.add_typer(model_app, name="model")
 app.add_typer(numerics_app, name="numerics")
+app.add_typer(template_app, name="template")
+app.add_typer(agent_app, name="agent")
 model_app.command("import")(import_model)
+app.command("gateway")(gateway_command)
+app.command("serve")(serve_command)
 
 
 @tasks_app.command("export")

@@ -187,3 +187,20 @@ def test_a_port_in_use_or_not_ours_is_refused_in_words() -> None:
             pass
     with pytest.raises(OSError, match="set another host or port"):
         bind("192.0.2.1", 0)
+
+
+def test_replies_of_two_writes_do_not_wait_for_an_acknowledgement() -> None:
+    async def main() -> None:
+        found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            found.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        sock = bind("127.0.0.1", 0)
+        async with await asyncio.start_server(accepted, sock=sock):
+            _, writer = await asyncio.open_connection(*sock.getsockname())
+            assert await asyncio.wait_for(found, DEADLINE_S) != 0
+            writer.close()
+
+    run(main())

@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from rollmill.bench.beside import PeerFailed, Spoken
+from rollmill.bench.gateway_load import NUM_WARM
 from rollmill.bench.report import Row, result, rounded, say
 
 OURS, DIRECT, LITELLM = "rollmill", "direct", "litellm"
@@ -209,7 +210,7 @@ class Bench:
             direct = values.pop(DIRECT)
             self._tell(f"added to {name}, p{q}", "ms", {peer: max(v - direct, 0.0) for peer, v in values.items()}, why)
         cpu = {
-            peer: 1e3 * sum(a["cpu_s"] for a in answers) / sum(len(a["seconds"]) + 1 for a in answers)
+            peer: 1e3 * sum(a["cpu_s"] for a in answers) / sum(len(a["seconds"]) + NUM_WARM for a in answers)
             for peer, answers in found.items()
             if peer != DIRECT
         }

@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 
 READ_S = 120.0
+NUM_WARM = 5
 
 
 def _headers(key: str) -> dict[str, str]:
@@ -58,8 +59,11 @@ class Load:
     async def _one_by_one(self, url: str, key: str, body: str, num: int, limit_s: float) -> dict[str, Any]:
         """Whole calls, one after the other."""
         seconds: list[float] = []
-        raw, end = body.encode(), time.monotonic() + limit_s
-        await self._call(url, key, raw)
+        raw = body.encode()
+        # The first ones open the connection and fill caches.
+        for _ in range(NUM_WARM):
+            await self._call(url, key, raw)
+        end = time.monotonic() + limit_s
         while len(seconds) < num and time.monotonic() < end:
             started = time.perf_counter()
             await self._call(url, key, raw)
@@ -68,8 +72,9 @@ class Load:
 
     async def _at_once(self, url: str, key: str, body: str, num: int, limit_s: float, at_once: int) -> dict[str, Any]:
         """Whole calls, always so many under way."""
-        raw, done, end = body.encode(), 0, time.monotonic() + limit_s
+        raw, done = body.encode(), 0
         await asyncio.gather(*(self._call(url, key, raw) for _ in range(at_once)))
+        end = time.monotonic() + limit_s
 
         async def worker() -> None:
             nonlocal done

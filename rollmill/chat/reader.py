@@ -14,10 +14,11 @@ from functools import cache
 
 import msgspec
 
+from rollmill.chat.call_parsers import Block, Malformed
 from rollmill.chat.json_extent import JsonExtent
 from rollmill.chat.messages import Call, ChatMessage, ChatRole, Tool
 from rollmill.chat.text_stream import Decoder, TextStream, held_suffix
-from rollmill.chat.tool_formats import Block, Malformed, ToolFormat
+from rollmill.chat.tool_formats import ToolFormat
 
 
 class BitKind(StrEnum):

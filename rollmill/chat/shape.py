@@ -67,7 +67,7 @@ class Shape:
             out["reasoning_content"] = self._neutral(message.reasoning)
         if calls and self.can.shows_calls:
             out["tool_calls"] = [self._call(c) for c in calls]
-        if message.call_id:
+        if message.call_id or (message.role is ChatRole.TOOL and self._format.has_short_ids):
             out["tool_call_id"] = self._id(message.call_id)
         if message.name:
             out["name"] = self._clean_name(message.name)

@@ -8,9 +8,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rollmill.chat.call_parsers import is_text_schema
 from rollmill.chat.messages import Tool
 from rollmill.chat.reader import Thinking
-from rollmill.chat.tool_formats import MAYBE_NEWLINE, NUMBER, ToolFormat, is_text_schema
+from rollmill.chat.tool_formats import MAYBE_NEWLINE, NUMBER, ToolFormat
 
 _ANYTHING = "/(?s:.*)/"
 

@@ -71,7 +71,7 @@ def prepare(config: RunConfig, *, resume: bool) -> Path:
 
 def _check_model(config: RunConfig, run_dir: Path, *, resume: bool) -> None:
     """Remember which model a run began with; refuse to go on with another one under the same path."""
-    names = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    names = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
     files = [config.model.path / n for n in names if (config.model.path / n).is_file()] + sorted(config.model.path.glob("*.safetensors"))
     now = {file.name: blake3().update_mmap(file).hexdigest() for file in files}
     record = run_dir / "model.json"

@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
@@ -87,7 +87,6 @@ async def open_gateway(settings: GatewaySettings, urls: Callable[[], list[str]])
             port=settings.port,
             keys=ring,
             opens_unknown=True,
-            takes_signals=True,
             is_open_anywhere=settings.is_open,
         )
     except (ValueError, OSError):
@@ -117,6 +116,7 @@ def greeting(server: GatewayServer, name: str) -> str:
 async def run_gateway(settings: GatewaySettings, replicas: list[str], say: Callable[[str], None]) -> None:
     """Serve until a signal ends it."""
     server = await open_gateway(settings, lambda: replicas)
+    server.end_on_signals()
     say(greeting(server, settings.shown_name))
     try:
         await server.wait()
@@ -126,6 +126,20 @@ async def run_gateway(settings: GatewaySettings, replicas: list[str], say: Calla
 
 async def run_serve(settings: GatewaySettings, engine: EngineSettings, say: Callable[[str], None]) -> None:
     """The same with an engine in a process of its own; whichever ends takes the other with it."""
+    async with serving(settings, engine) as (server, process):
+        server.end_on_signals()
+        say(greeting(server, settings.shown_name))
+        ended, done = asyncio.create_task(process.wait()), asyncio.create_task(server.wait())
+        await asyncio.wait({ended, done}, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        done.cancel()
+        if process.returncode is not None:
+            raise ValueError(f"the engine ended with status {process.returncode}; its last words are above")
+
+
+@contextlib.asynccontextmanager
+async def serving(settings: GatewaySettings, engine: EngineSettings) -> AsyncIterator[tuple[GatewayServer, asyncio.subprocess.Process]]:
+    """A gateway with an engine of its own, for as long as the block runs."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rollmill.fleet.serve", msgspec.json.encode(engine).decode()),
         stdin=asyncio.subprocess.DEVNULL,
@@ -136,17 +150,10 @@ async def run_serve(settings: GatewaySettings, engine: EngineSettings, say: Call
     try:
         url = await _engine_url(process)
         server = await open_gateway(settings, lambda: [url])
-        say(greeting(server, settings.shown_name))
-        ended = asyncio.create_task(process.wait())
-        serving = asyncio.create_task(server.wait())
         try:
-            await asyncio.wait({ended, serving}, return_when=asyncio.FIRST_COMPLETED)
+            yield server, process
         finally:
-            ended.cancel()
             await server.close()
-            serving.cancel()
-        if process.returncode is not None:
-            raise ValueError(f"the engine ended with status {process.returncode}; its last words are above")
     finally:
         await _stop(process)
 

@@ -177,9 +177,8 @@ class Answering:
         with self._refusals():
             reply = await self._source.replicas.generate(choice.slot.request, deadline=self._deadline)
         self.back_at = time.monotonic()
-        choice.runs = [(s.start, s.version) for s in reply.spans]
+        choice.take_whole(reply)
         self._check(reply)
-        choice.end(reply)
         self._conclude(choice, reply)
 
     async def _sample(self, choice: Choice) -> AsyncGenerator[list[Event], None]:

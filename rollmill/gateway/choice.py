@@ -74,12 +74,18 @@ class Choice:
         bits = self._allowed(self.reader.feed(piece.token_ids))
         return self._events(bits, before, self.reader.num_used if self.reader.stopped else len(self.ids))
 
+    def take_whole(self, reply: GenerateReply) -> None:
+        """All of it came at once, and nobody waits for events."""
+        self.ids, self.runs = reply.token_ids, [(s.start, s.version) for s in reply.spans]
+        self.reader.feed(reply.token_ids, last=True)
+
     def end(self, reply: GenerateReply) -> list[Event]:
         """The replica is done, or was told to be: the last events but END. Tokens that came in no piece are taken in here."""
         if self.has_enough:
             return []
         before = len(self.ids)
-        self.ids, self.logprobs, self.tops = reply.token_ids, reply.logprobs_T.tolist(), reply.tops
+        if before < len(reply.token_ids):
+            self.ids, self.logprobs, self.tops = reply.token_ids, reply.logprobs_T.tolist(), reply.tops
         bits = self._allowed(self.reader.feed(reply.token_ids[before:], last=True))
         return self._events(bits, before, self.reader.num_used if self.reader.stopped else len(self.ids))
 

@@ -74,6 +74,8 @@ class EdgeServer(Server):
     def __init__(self, app: Any, *, graceful_s: float) -> None:
         super().__init__(app)
         self.config.http = BoundedProtocol
+        # Nobody here asks for the client's address, and nobody outside need know what serves.
+        self.config.proxy_headers = self.config.server_header = False
         # uvicorn waits in whole seconds.
         self.config.timeout_graceful_shutdown = max(1, round(graceful_s))
         self.is_up = asyncio.Event()

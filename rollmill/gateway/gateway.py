@@ -213,8 +213,10 @@ class Gateway:
         return None if call.seed is None else (call.seed + index) % 2**63
 
     async def close(self) -> None:
-        for key in list(self._running):
-            self.end_episode(key)
+        """Stop what runs. Episodes stay open in the record, so that a gateway that starts again goes on with them."""
+        for running in list(self._running.values()):
+            for answering in list(running):
+                answering.end(ApiError(503, "the gateway is shutting down", extra={"retryable": True}))
         await self.replicas.close()
         if self.recorder is not None:
             await self.recorder.close()

@@ -105,7 +105,6 @@ async def start_gateway(
     routes: Sequence[Route] = (),
     limits: Limits = Limits(),
     opens_unknown: bool = False,
-    takes_signals: bool = False,
     graceful_s: float = GRACEFUL_S,
     is_open_anywhere: bool = False,
 ) -> GatewayServer:
@@ -131,8 +130,6 @@ async def start_gateway(
     server = EdgeServer(app, graceful_s=graceful_s)
     started = GatewayServer(app, server, f"http://{shown}:{sock.getsockname()[1]}", service)
     await started.start(sock)
-    if takes_signals:
-        started.end_on_signals()
     return started
 
 

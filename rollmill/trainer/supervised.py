@@ -20,7 +20,7 @@ from rollmill.model import Model, PackedAttention, Tokenizer, load_model, read_m
 from rollmill.trainer.examples import Example, batches, chat_example, read_rows, text_example
 from rollmill.trainer.optimizer import MasterAdamW
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
 class SupervisedConfig(msgspec.Struct, frozen=True, kw_only=True):

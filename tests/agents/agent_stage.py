@@ -40,7 +40,7 @@ from rollmill.sandbox.namespace import NamespaceBackend
 from rollmill.tasks import open_family
 from rollmill.tasks.repo import script
 from rollmill.telemetry import Waits
-from rollmill.trainer.batch import Attempt, make_batch
+from rollmill.trainer.batch import GradedEpisode, make_batch
 from rollmill.trainer.learn import Learner
 from rollmill.trainer.loss import LossConfig
 from rollmill.trainer.optimizer import MasterAdamW
@@ -156,7 +156,7 @@ def learn(model_dir: Path, attempts: Sequence[Finished]) -> dict[str, float]:
     before = {name: t.clone() for name, t in model.serving_tensors().items()}
     optimizer = MasterAdamW(model, lr=1e-2, warmup_steps=0)
     learner = Learner(model, optimizer, LossConfig(), temperature=1.0, length_norm=64.0, tokens_per_microbatch=16384)
-    group = [Attempt(episode_id=d.trace.episode_id, reward=d.grade.reward, load=lambda d=d: d.trace) for d in attempts]  # type: ignore[misc]
+    group = [GradedEpisode(episode_id=d.trace.episode_id, reward=d.grade.reward, load=lambda d=d: d.trace) for d in attempts]  # type: ignore[misc]
     batch = make_batch([group])
     numbers, is_changed = learner.step(batch, version=0)
     assert is_changed and any(not torch.equal(before[n], t) for n, t in model.serving_tensors().items())

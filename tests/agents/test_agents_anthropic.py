@@ -13,6 +13,7 @@ from rollmill.records import StopReason
 from rollmill.sandbox.namespace import NamespaceBackend
 
 
+@pytest.mark.slow
 def test_anthropic_loop_beside_is_trained_as_it_is(tmp_path: Path) -> None:
     pytest.importorskip("anthropic")
     program = Program(command=(sys.executable, str(EXAMPLES / "anthropic_loop.py"), "{instruction}"))

@@ -237,6 +237,11 @@ def test_unknown_tool_format_is_named_with_the_known_ones(chats: dict[str, ChatF
         none.tool_grammar([LS])
 
 
+def test_result_without_an_id_is_written_where_ids_are_required(chats: dict[str, ChatFormat]) -> None:
+    chat = chats["mistral"]
+    assert "no such file" in chat.tokenizer.decode(chat.after([say(USER, "q")], None, [say(TOOL, "no such file")]))
+
+
 def test_half_a_surrogate_pair_is_no_reason_to_fail(chats: dict[str, ChatFormat]) -> None:
     chat = chats["chatml"]
     assert "a\ufffdb" in chat.tokenizer.decode(chat.first([say(USER, "a\ud800b")], [ADD]))

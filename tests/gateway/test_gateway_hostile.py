@@ -124,21 +124,13 @@ def test_body_that_does_not_arrive_is_408_and_hung_up(live: LiveGateway) -> None
         assert read_all(sock).startswith(b"HTTP/1.1 408 ")
 
 
-def test_endless_headers_are_refused(live: LiveGateway) -> None:
-    with raw(live) as sock:
-        sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n")
-        for _ in range(20):
-            sock.sendall(b"x-filler: " + b"y" * 8000 + b"\r\n")
-        try:
-            answer = read_all(sock)
-        except ConnectionResetError:
-            answer = b""
-        assert answer == b"" or answer.startswith(b"HTTP/1.1 431 ")
+@pytest.mark.parametrize("part", [b"x-filler: " + b"y" * 8000 + b"\r\n", b"z" * 65536])
+def test_endless_headers_are_refused(live: LiveGateway, part: bytes) -> None:
     with raw(live) as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-one: ")
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
-            for _ in range(2000):
-                sock.sendall(b"z" * 65536)
+            for _ in range(20_000):
+                sock.sendall(part)
 
 
 def test_headers_that_do_not_end_are_hung_up_on(stub: StubReplica, monkeypatch: pytest.MonkeyPatch) -> None:

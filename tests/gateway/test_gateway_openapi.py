@@ -33,6 +33,8 @@ def world() -> Iterator[World]:
 
 
 api = schemathesis.openapi.from_dict(json.loads(openapi_json()))
+# Its cases are many and never get past the decoder; `spoiled` reaches further in less time.
+api.config.phases.coverage.enabled = False
 
 
 def test_every_endpoint_that_is_served_is_described(world: World) -> None:
@@ -54,7 +56,7 @@ def test_the_description_is_served_as_it_is(world: World) -> None:
 
 
 SOME = settings(
-    max_examples=3,
+    max_examples=6,
     derandomize=True,
     deadline=None,
     database=None,

@@ -73,6 +73,7 @@ class FakeRunner:
         self.tally: Counter[str] = Counter()
         self.skew = Skew()
         self.played: list[str] = []
+        self.num_playing = 0
         self.served_at: dict[str, int] = {}
 
     def open_session(self, key: str, *, seed: int, temperature: float, min_version: int | None) -> FakeSession:
@@ -81,10 +82,14 @@ class FakeRunner:
     async def run(self, task: Task, episode_id: str, session: FakeSession, *, seed: int, deadline: float) -> Finished:
         self.played.append(episode_id)
         self.served_at[episode_id] = self._gateway.served
-        await asyncio.sleep(0)
-        if self._behave is not None:
-            return await self._behave(task, episode_id, session)
-        return self.succeed(episode_id)
+        self.num_playing += 1
+        try:
+            await asyncio.sleep(0)
+            if self._behave is not None:
+                return await self._behave(task, episode_id, session)
+            return self.succeed(episode_id)
+        finally:
+            self.num_playing -= 1
 
     def succeed(self, episode_id: str) -> Finished:
         return finished(episode_id, float(int(episode_id.split(".")[1]) % 2), self._gateway.served)

@@ -157,20 +157,26 @@ def test_repeated_overload_cancels_leave_no_group_hanging(tmp_path: Path, monkey
     """A cancellation may hit an episode while its end is being recorded; the record must be finished all the same."""
     monkeypatch.setattr(dispatcher_module, "OBSERVE_S", 0.0)
 
+    is_squeezed = asyncio.Event()
+
     async def behave(task: Task, episode_id: str, session: FakeSession) -> Finished:
-        await asyncio.sleep(0.01)
+        await is_squeezed.wait()
+        await asyncio.sleep(0.002)
         if slot_of(episode_id)[1] == 0 and slot_of(episode_id)[2] == 0:
             raise BROKEN
         return world.runner.succeed(episode_id)
 
     async def squeeze(world: World) -> None:
         """Full, then empty again, each for two looks of the observer; it stops looking when the run is over."""
+        while world.runner.num_playing < 8:  # noqa: ASYNC110 - the first limit; nobody ends before it is reached
+            await asyncio.sleep(0.001)
         for kv_used_frac in (0.99, 0.0) * 15:
             world.gateway.kv_used_frac, seen = kv_used_frac, world.gateway.num_looks + 2
             for _ in range(200):
                 await asyncio.sleep(0.001)
                 if world.gateway.num_looks >= seen:
                     break
+            is_squeezed.set()
 
     world = World(config_of(tmp_path, steps=6, max_running=16), behave)
     asyncio.run(world.play(squeeze))
