@@ -125,6 +125,10 @@ class TemplateCheck:
             "an answer is closed by a stop token",
             "the model cannot end its turn by itself: add the closing token to `eos_token_id` in generation_config.json",
         )
+        self._told = _Tally(
+            "the model is told of every tool",
+            "it can call only the tools it guesses: describe them in the system prompt",
+        )
         self._calls = _Tally(
             "calls are read back as the template writes them",
             "choose another tool format: clients would get these calls as text",
@@ -146,9 +150,9 @@ class TemplateCheck:
                 refused[str(error)] += 1
         self._try_forgery()
         chat = self._chat
-        tallies = [self._prefix, self._tokens, self._after, self._closing, self._calls, self._forged]
+        tallies = [self._prefix, self._tokens, self._after, self._closing, self._told, self._calls, self._forged]
         if not chat.tool_format.blocks:
-            tallies.remove(self._calls)
+            tallies = [t for t in tallies if t not in (self._told, self._calls)]
         return TemplateReport(
             tool_format=chat.tool_format.name,
             reasoning=chat.thinking.opening if chat.thinking is not None else "",
@@ -164,7 +168,8 @@ class TemplateCheck:
         if not can.has_system:
             yield "the template has no system prompt: it is put in front of the first user message"
         if not can.shows_tools:
-            yield "the template does not show tools: describe them in the system prompt"
+            where = f"they are written into the system prompt as {self._chat.tool_format.name}"
+            yield f"the template does not show tools: {where if self._chat.turns.shape.writes_tools else 'the model is not told of them'}"
         if not can.shows_calls:
             yield f"the template does not show calls: they are written into the text as {self._chat.tool_format.name}"
         if not can.has_tool_role:
@@ -179,6 +184,10 @@ class TemplateCheck:
         texts = [(turns.opening(talk.messages[:n], talk.tools), turns.closed(talk.messages[: n + 1], talk.tools)) for n in answers]
         for i, (opening, closed) in enumerate(texts):
             n = answers[i]
+            for tool in talk.tools:
+                # By its description: names stand in earlier calls as well.
+                is_told = tool.description in opening
+                self._told.add(None if is_told else self._plain(talk, number, n, tool.description, opening[-200:]))
             written = closed[len(opening) :] if closed.startswith(opening) else None
             self._prefix.add(None if written is not None else self._bad(talk, number, opening, closed, n, n + 1, was_open=True))
             ids = self._sampled(written) if written is not None else None

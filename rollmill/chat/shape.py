@@ -1,6 +1,7 @@
 """Messages and tools in the shape a chat template takes, with the control tokens in them broken up: all of it comes from outside.
 
-What a template has no place for (a system prompt, calls, results) is said in a way it has; which those are is the caller's to find out.
+What a template has no place for (a system prompt, tools, calls, results) is said in a way it has; which those are is the caller's to find
+out.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Abilities(msgspec.Struct, frozen=True, kw_only=True):
     wants_text_arguments: bool = False
     """Arguments as JSON text, not as an object."""
     shows_tools: bool = True
-    """The model is told which tools there are."""
+    """Else they are written into the system prompt."""
 
 
 class Shape:
@@ -44,8 +45,16 @@ class Shape:
         self._markers = tuple(markers)
         self._marker_starts = {m[0] for m in self._markers}
 
-    def messages(self, messages: Sequence[ChatMessage]) -> list[Shaped]:
+    @property
+    def writes_tools(self) -> bool:
+        """The model is told of tools here and not by its template."""
+        return not self.can.shows_tools and bool(self._format.blocks)
+
+    def messages(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[Shaped]:
+        """`tools`: those of a conversation from its beginning."""
         shaped = [self.message(m) for m in messages]
+        if tools and self.writes_tools:
+            shaped = _with_system(self._format.prompt(tools, self._neutral), shaped)
         if self.can.has_system:
             return shaped
         out: list[Shaped] = []
@@ -74,6 +83,9 @@ class Shape:
         return out
 
     def tools(self, tools: Sequence[Tool]) -> list[Shaped]:
+        """As the template takes them; none when it has no place for them, since it may refuse what it does not know."""
+        if not self.can.shows_tools:
+            return []
         shaped = [t.as_template() for t in tools]
         # Hardly any tool talks about control tokens, and one look at the whole text is cheaper than one at each string.
         if self._marker_starts.isdisjoint(msgspec.json.encode(shaped).decode()):
@@ -117,3 +129,11 @@ class Shape:
             at = len(name) - num_held + 1
             name = f"{name[:at]} {name[at:]}"
         return name
+
+
+def _with_system(text: str, shaped: list[Shaped]) -> list[Shaped]:
+    """`text` at the end of the system prompt; as the system prompt where there is none."""
+    if not shaped or shaped[0]["role"] != "system":
+        return [{"role": "system", "content": text}, *shaped]
+    first = shaped[0]["content"]
+    return [{**shaped[0], "content": f"{first}\n\n{text}" if first else text}, *shaped[1:]]

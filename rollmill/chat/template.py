@@ -63,7 +63,7 @@ class Turns:
 
     def opening(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> str:
         """The whole conversation and the beginning of the next answer."""
-        return self._render(self.shape.messages(messages), self.shape.tools(tools))
+        return self._render(self.shape.messages(messages, tools), self.shape.tools(tools))
 
     def try_opening(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> str:
         """Empty when the template refuses."""
@@ -71,11 +71,11 @@ class Turns:
 
     def closed(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> str:
         """The whole conversation, as it stands when nobody is about to speak."""
-        return self._render(self.shape.messages(messages), self.shape.tools(tools), add_generation_prompt=False)
+        return self._render(self.shape.messages(messages, tools), self.shape.tools(tools), add_generation_prompt=False)
 
     def lines(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), *, add_generation_prompt: bool) -> list[tuple[int, str]]:
         """The same in pieces, each with the line of the template that wrote it."""
-        shaped, shaped_tools = self.shape.messages(messages), self.shape.tools(tools)
+        shaped, shaped_tools = self.shape.messages(messages, tools), self.shape.tools(tools)
         return self._template.lines(shaped, shaped_tools, add_generation_prompt=add_generation_prompt, **self._options)
 
     def after(self, history: Sequence[ChatMessage], new: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> str:
@@ -118,7 +118,7 @@ class Turns:
     def _after_mark(
         self, history: Sequence[ChatMessage], answer: Shaped, new: Sequence[ChatMessage], tools: Sequence[Tool], *, num_marks: int
     ) -> str:
-        text = self._render([*self.shape.messages(history), answer, *self.shape.messages(new)], self.shape.tools(tools))
+        text = self._render([*self.shape.messages(history, tools), answer, *self.shape.messages(new)], self.shape.tools(tools))
         if text.count(self._mark) != num_marks:
             raise ValueError("the chat template alters assistant text, so a sampled answer cannot be continued token by token")
         return text.rpartition(self._mark)[2]
@@ -127,15 +127,17 @@ class Turns:
         return self._template.render(messages, tools, add_generation_prompt=add_generation_prompt, **self._options)
 
     def _abilities(self, shaped_by: Callable[[Abilities], Shape]) -> Abilities:
-        def text(messages: Sequence[ChatMessage], can: Abilities, tools: Sequence[Tool] = (_PROBE_TOOL,)) -> str:
+        def text(messages: Sequence[ChatMessage], can: Abilities, tools: Sequence[Tool] = ()) -> str:
             shape = shaped_by(can)
             return _try(lambda: self._render(shape.messages(messages), shape.tools(tools), add_generation_prompt=False))
 
-        has_system = "probe_system" in text([system("probe_system"), user("u")], Abilities(), ())
-        shows_tools = _PROBE_TOOL.name in text([user("u")], Abilities())
+        has_system = "probe_system" in text([system("probe_system"), user("u")], Abilities())
+        can = Abilities(has_system=has_system)
+        asked = [[user("u")], [system("s"), user("u")]]
+        shows_tools = all(_PROBE_TOOL.name in text(messages, can, (_PROBE_TOOL,)) for messages in asked)
         called = [user("u"), assistant("", _PROBE_CALL), result("probe_result")]
         for can in (Abilities(), Abilities(wants_text_arguments=True), Abilities(shows_calls=False)):
-            shown = text(called, can)
+            shown = text(called, can, (_PROBE_TOOL,) if shows_tools else ())
             if _PROBE_CALL.name in shown and "probe_value" in shown and "{'probe_key'" not in shown:
                 break
         return Abilities(
@@ -158,7 +160,8 @@ class Turns:
 
     def _locality(self) -> tuple[bool, bool]:
         """Compare what follows an answer after a battery of histories with what follows it after a short one, with and without tools."""
-        is_local = needs_tools = False
+        # What is written into the system prompt may hold a switch as much as the client's own words do.
+        is_local, needs_tools = False, self.shape.writes_tools
         for history in _HISTORIES:
             for new in _NEWS:
                 bare = ""

@@ -1,9 +1,10 @@
-"""How models write tool calls: one record of data per format, from which calls are read, written and constrained."""
+"""How models write tool calls: one record of data per format, from which calls are read, written, constrained and told of."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -68,6 +69,8 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     end: str = ""
     parameter: tuple[str, str] | None = None
     """What stands around each argument, where arguments are not one JSON object."""
+    advice: str = "Several calls may follow one another."
+    """What a model is told beyond an example of one call."""
     has_short_ids: bool = False
     """Its templates refuse call ids that are not nine letters and digits."""
 
@@ -89,6 +92,15 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
         ]
         return f"{self.begin}{self.between.join(texts)}{self.end}".replace(MAYBE_NEWLINE, "\n")
 
+    def prompt(self, tools: Sequence[Tool], neutral: Callable[[str], str]) -> str:
+        """What a model is told of tools by whoever must, since its template does not: the same text for equal tools.
+
+        `neutral` takes the control tokens out of what comes from outside; those of the format are meant.
+        """
+        known = "\n".join([neutral(_schema(tool)) for tool in tools])
+        told = "These tools can be called, each given with the JSON schema of its arguments:"
+        return f"{told}\n{known}\n\nTo call a tool, write its name and arguments like this:\n{self.write([_EXAMPLE])}\n{self.advice}"
+
     def _write_arguments(self, arguments: str) -> str:
         if self.parameter is None:
             return arguments
@@ -102,6 +114,22 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
         return "".join(before.replace(_NAME, k) + (v if isinstance(v, str) else dump(v)) + after for k, v in values.items())
 
 
+class _Known(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tool as a model is told of it."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = {}
+
+
+def _schema(tool: Tool) -> str:
+    """On one line. Keys of maps are sorted, since two tools are equal in whatever order a client writes them."""
+    return msgspec.json.encode(_Known(tool.name, tool.description, tool.parameters), order="deterministic").decode()
+
+
+_EXAMPLE = Call(id="", name="NAME", arguments='{"ARGUMENT": "VALUE"}')
+_IN_SECTION = "Several calls go between the same outer markers."
+_IN_LIST = "Several calls go into the same list."
 _TOOL_CALL = Block("<tool_call>", "</tool_call>")
 _ALL = (
     ToolFormat(
@@ -137,6 +165,7 @@ _ALL = (
         begin="<|tool_calls_section_begin|>",
         head=f"<|tool_call_begin|>functions.{{name}}:{NUMBER}<|tool_call_argument_begin|>",
         tail="<|tool_call_end|>",
+        advice=_IN_SECTION,
         end="<|tool_calls_section_end|>",
     ),
     ToolFormat(
@@ -149,6 +178,7 @@ _ALL = (
         begin=DEEPSEEK_SECTION[0],
         head=f"{DEEPSEEK_BLOCK.opening}function{DEEPSEEK_SEP}{{name}}\n```json\n",
         tail=f"\n```{DEEPSEEK_BLOCK.closing}",
+        advice=_IN_SECTION,
         between="\n",
         end=DEEPSEEK_SECTION[1],
     ),
@@ -162,6 +192,7 @@ _ALL = (
         begin=DEEPSEEK_SECTION[0],
         head=f"{DEEPSEEK_BLOCK.opening}{{name}}{DEEPSEEK_SEP}",
         tail=DEEPSEEK_BLOCK.closing,
+        advice=_IN_SECTION,
         end=DEEPSEEK_SECTION[1],
     ),
     ToolFormat(
@@ -182,6 +213,7 @@ _ALL = (
         json_at=mistral_at,
         parse=parse_mistral,
         begin="[TOOL_CALLS][",
+        advice=_IN_LIST,
         has_short_ids=True,
         head='{"name": {json}, "arguments": ',
         tail="}",
@@ -197,6 +229,7 @@ _ALL = (
         json_at=list_at,
         parse=parse_list,
         begin="<|tool_call|>[",
+        advice=_IN_LIST,
         head='{"name": {json}, "arguments": ',
         tail="}",
         between=", ",
@@ -213,6 +246,7 @@ _ALL = (
         head='{"name": {json}, "parameters": ',
         tail="}",
         between="; ",
+        advice="Write nothing before it. Several calls are separated by semicolons.",
     ),
     ToolFormat(
         name="hermes",

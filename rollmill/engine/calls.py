@@ -9,8 +9,10 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from rollmill.engine.constrain import Guide, StillCompiling
-from rollmill.engine.engine import Engine, NotServing, QueueFull, VersionMismatch
+from rollmill.engine.engine import Engine, NotServing, VersionMismatch
+from rollmill.engine.inbox import QueueFull
 from rollmill.engine.protocol import FinishReason, GenerateRequest, Piece
+from rollmill.engine.replies import piece_of
 from rollmill.engine.scheduler import Sequence, Update
 from rollmill.engine.service import Service
 from rollmill.web import ApiError
@@ -67,15 +69,14 @@ class Call:
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """What has been sampled since the last piece, as soon as there is something and the reader asks; ends with the request."""
-        seq, start = self.seq, 0
+        start = 0
         while True:
             await self._news.wait()
             self._news.clear()
             unread, self._unread, finished = self._unread, [], self._finished
             for version, end in unread:
                 if end > start:
-                    tokens = seq.tokens[seq.num_prompt + start : seq.num_prompt + end]
-                    yield Piece(token_ids=tokens, logprobs=seq.logprobs[start:end], version=version, tops=seq.tops[start:end])
+                    yield piece_of(self.seq, start, end, version=version, replica=self._engine.replica)
                     start = end
             if finished is not None:
                 self._check_end(finished)

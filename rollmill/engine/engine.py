@@ -20,6 +20,7 @@ import torch
 from rollmill.engine.book import PageBook
 from rollmill.engine.constrain import Guide
 from rollmill.engine.forward import Forward, Sampled
+from rollmill.engine.inbox import Inbox, Offer, QueueFull
 from rollmill.engine.metrics import Metrics
 from rollmill.engine.protocol import (
     FinishReason,
@@ -35,8 +36,6 @@ from rollmill.engine.replies import Posted, deliver, due, news, reply_of, score_
 from rollmill.engine.room import pages_that_fit
 from rollmill.engine.scheduler import Scheduler, Sequence, SequenceState, Update
 from rollmill.model import Model, ModelConfig
-from rollmill.model.route_record import RouteRecord
-from rollmill.model.routes import route_shape
 from rollmill.ops import PAGE
 from rollmill.weights import Fingerprint, WrongBase, WrongWeights, fingerprint
 
@@ -54,22 +53,12 @@ class EnginePhase(StrEnum):
     STOPPED = "stopped"
 
 
-class QueueFull(RuntimeError):
-    """The waiting queue is at its bound; try again later or elsewhere."""
-
-
 class NotServing(RuntimeError):
     """The engine holds no verified weights, or has ended."""
 
 
 class VersionMismatch(RuntimeError):
     """The served version does not meet the request's constraint."""
-
-
-class _PendingSwap:
-    def __init__(self, version: int, swap: Callable[[], Fingerprint]) -> None:
-        self.version, self.swap, self.offered_at = version, swap, time.monotonic()
-        self.outcome: Future[bool] = Future()
 
 
 class Engine:
@@ -115,16 +104,10 @@ class Engine:
             raise ValueError(f"{num_pages} pages of {PAGE} tokens cannot hold one context of {self.max_len}; give more, or lower max_len")
         self._forward = Forward(model, num_pages=num_pages, max_len=self.max_len)
         self.scheduler = Scheduler(PageBook(num_pages), num_slots=num_slots, step_tokens=step_tokens, on_preempt=self._before_preempt)
-        self._max_open = num_slots + max_waiting
-        self._restarted: dict[int, int] = {}
+        self._inbox = Inbox(max_open=num_slots + max_waiting)
+        self._restarted: dict[Sequence, int] = {}
         """Requests that a swap made start again, and how many tokens each had: the next swap waits until they have got on."""
         self._keys = itertools.count()
-        self._by_key: dict[int, Sequence] = {}
-        self._cond = threading.Condition()
-        self._inbox: list[Sequence] = []
-        self._cancels: list[int] = []
-        self._pending: _PendingSwap | None = None
-        self._stopping = False
         self.version, self.fingerprint, self.note = -1, "", ""
         self.follow_problem = ""
         """Set by whoever follows the weight store: why newer weights do not arrive."""
@@ -156,27 +139,19 @@ class Engine:
             raise ValueError("routes_from is set, but this model has no experts; leave it out")
         if (request.constraint is None) != (guide is None):
             raise ValueError("a request with a constraint needs the guide that was compiled from it, and only such a request has one")
-        seed = request.seed if request.seed is not None else secrets.randbits(63)
+        self._check_version(request)
         seq = Sequence(
             key=next(self._keys),
             request=request,
-            seed=seed,
+            seed=request.seed if request.seed is not None else secrets.randbits(63),
             arrived_at=time.monotonic(),
             on_update=on_update,
             streams=streams,
             score_from=score_from,
             guide=guide,
         )
-        with self._cond:
-            if self.phase is not EnginePhase.SERVING or self._stopping:
-                raise NotServing(f"the engine is {self.phase}{': ' + self.note if self.note else ''}; try again later")
-            self._check_version(request)
-            # Counted by who has not ended: where in the scheduler a request stands right now is the engine thread's business.
-            num_open = len(self._inbox) + len(self._by_key)
-            if num_open >= self._max_open:
-                raise QueueFull(f"{num_open} requests run or wait already, {self._max_open} at most; try again later")
-            self._inbox.append(seq)
-            self._cond.notify()
+        if not self._inbox.put(seq):
+            raise self._not_serving()
         return seq
 
     def generate(self, request: GenerateRequest, *, guide: Guide | None = None) -> Future[GenerateReply]:
@@ -203,36 +178,26 @@ class Engine:
 
     def cancel(self, seq: Sequence) -> None:
         """End a request early; one that has ended already is left alone."""
-        with self._cond:
-            self._cancels.append(seq.key)
-            self._cond.notify()
+        self._inbox.cancel(seq)
 
     def offer(self, version: int, swap: Callable[[], Fingerprint]) -> Future[bool]:
         """Ask for a swap at the next step boundary. `swap` changes the live weights and proves them, or puts the old ones back and
         raises; the result says which.
         """
-        pending = _PendingSwap(version, swap)
-        with self._cond:
-            assert self._pending is None, "one swap at a time"
-            if self._stopping or self.phase is EnginePhase.FAILED:
-                pending.outcome.set_result(False)
-            else:
-                self._pending = pending
-                self._cond.notify()
-        return pending.outcome
+        offer = Offer(version, swap)
+        self._inbox.offer(offer)
+        return offer.outcome
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Stop stepping; what has not ended is cancelled."""
-        with self._cond:
-            self._stopping = True
-            self._cond.notify()
+        self._inbox.shut()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
     def pressure(self) -> Pressure:
         return Pressure(
             running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting) + len(self._inbox),
+            waiting=len(self.scheduler.waiting) + self._inbox.num_untaken,
             slots=self.scheduler.num_slots,
             kv_used_frac=1 - self.scheduler.book.num_available / self.scheduler.book.num_pages,
             version=self.version,
@@ -245,7 +210,12 @@ class Engine:
         note = self.note or self.follow_problem
         return Health(phase=self.phase, version=self.version, fingerprint=self.fingerprint, running=p.running, waiting=p.waiting, note=note)
 
+    def _not_serving(self) -> NotServing:
+        return NotServing(f"the engine is {self.phase}{': ' + self.note if self.note else ''}; try again later")
+
     def _check_version(self, request: GenerateRequest) -> None:
+        if self.phase is not EnginePhase.SERVING:
+            raise self._not_serving()
         if request.min_version is not None and self.version < request.min_version:
             raise VersionMismatch(f"version {self.version} is served, the request needs at least {request.min_version}")
         if request.exact_version is not None and self.version != request.exact_version:
@@ -259,7 +229,7 @@ class Engine:
             torch.set_num_threads(self._num_threads)
         try:
             self._forward.warm()
-            while self._wait_for_work():
+            while self._take_in():
                 self._expire()
                 self._step()
             if self.phase is not EnginePhase.FAILED:
@@ -272,37 +242,30 @@ class Engine:
             if self.phase is EnginePhase.FAILED and self._on_failed:
                 self._on_failed()
 
-    def _wait_for_work(self) -> bool:
-        """Take in what other threads left; sleep when there is nothing to compute. False when it is time to stop."""
-        with self._cond:
-            while not (self._stopping or self._inbox or self._cancels or self._pending or self.scheduler.waiting or self.scheduler.running):
-                self._cond.wait()
-            if self._stopping:
-                return False
-            inbox, self._inbox = self._inbox, []
-            for seq in inbox:
-                self._by_key[seq.key] = seq
-                self.scheduler.submit(seq)
-            cancels, self._cancels = self._cancels, []
-            pending = self._pending if self._may_swap() else None
-            if pending:
-                self._pending = None
-        for key in cancels:
-            if key in self._by_key:
-                self._finish([(self._by_key[key], FinishReason.CANCELLED)])
-        for seq in inbox:
+    def _take_in(self) -> bool:
+        """Do what other threads ask; sleep when there is nothing to compute. False when it is time to stop."""
+        asked = self._inbox.take(is_idle=not (self.scheduler.waiting or self.scheduler.running))
+        if asked is None:
+            return False
+        for seq in asked.requests:
+            self.scheduler.submit(seq)
+        for seq in asked.cancelled:
+            if seq.state is not SequenceState.FINISHED:
+                self._finish([(seq, FinishReason.CANCELLED)])
+        for seq in asked.requests:
             # The weights may have moved on between the caller's check and now.
             if seq.request.exact_version not in (None, self.version) and seq.state is SequenceState.WAITING:
                 self._finish([(seq, FinishReason.VERSION)])
-        if pending:
-            self._swap(pending)
+        if offer := self._inbox.take_offer(self._may_swap):
+            self._swap(offer)
         return True
 
-    def _may_swap(self) -> bool:
+    def _may_swap(self, offer: Offer) -> bool:
         """Versions that come faster than a context is computed again must not stop everybody: each gets a token first, or its score."""
-        if self._pending is None or time.monotonic() - self._pending.offered_at > SWAP_PATIENCE_S:
-            return self._pending is not None
-        self._restarted = {k: n for k, n in self._restarted.items() if (s := self._by_key.get(k)) and s.num_sampled <= n}
+        if time.monotonic() - offer.offered_at > SWAP_PATIENCE_S:
+            return True
+        waiting_for = self._restarted.items()
+        self._restarted = {s: num for s, num in waiting_for if s.state is not SequenceState.FINISHED and s.num_sampled <= num}
         return not self._restarted
 
     def _expire(self) -> None:
@@ -357,22 +320,9 @@ class Engine:
         return ended
 
     def _before_preempt(self, seq: Sequence) -> None:
-        self._keep_routes(seq)
+        self._forward.keep_routes(seq)
         if seq.streams:
             self._post([(seq, news(seq, version=self.version))])
-
-    def _keep_routes(self, seq: Sequence) -> None:
-        """Before its pages go: the experts of every token computed so far, unless known from an earlier time."""
-        if seq.request.routes_from is not None and seq.holding is not None:
-            seq.early_routes.append(self._forward.routes(seq, sum(map(len, seq.early_routes))))
-
-    def _record_routes(self, seq: Sequence) -> None:
-        start = seq.request.routes_from
-        if start is None:
-            return
-        self._keep_routes(seq)
-        if seq.early_routes:
-            seq.routes = RouteRecord.of(np.concatenate(seq.early_routes)[start:], route_shape(self.config)).to_bytes()
 
     def _finish(self, ended: list[tuple[Sequence, FinishReason]], updates: Posted | None = None) -> None:
         """End sequences; their last updates join `updates`, or are posted at once when none is given."""
@@ -384,9 +334,9 @@ class Engine:
                 if seq.holding is not None:
                     self._forward.wipe(seq, self.scheduler.book.first_own(seq.holding))
             else:
-                self._record_routes(seq)
+                self._forward.record_routes(seq)
             self.scheduler.finish(seq, reason, version=self.version, now=now)
-            del self._by_key[seq.key]
+            self._inbox.ended(seq)
             self.metrics.finished.labels(reason).inc()
             batch.append((seq, news(seq, version=self.version)))
         self._show_lines()
@@ -397,21 +347,21 @@ class Engine:
         self.metrics.running.set(len(self.scheduler.running))
         self.metrics.waiting.set(len(self.scheduler.waiting))
 
-    def _swap(self, pending: _PendingSwap) -> None:
+    def _swap(self, offer: Offer) -> None:
         """Let the offered version in, or hear why the old one serves on."""
         began = time.monotonic()
         try:
-            live = pending.swap()
+            live = offer.swap()
         except (WrongWeights, WrongBase) as error:
-            self._refuse(pending.version, error)
+            self._refuse(offer.version, error)
             accepted = False
         else:
-            accepted = self._adopted(pending.version, live)
+            accepted = self._adopted(offer.version, live)
         pause_s = time.monotonic() - began
         self.metrics.swap_pause_s.observe(pause_s)
         self.metrics.swaps.labels("confirmed" if accepted else "refused").inc()
-        log.info("swap to version %d: %s, pause %.1f ms", pending.version, "confirmed" if accepted else "refused", 1e3 * pause_s)
-        pending.outcome.set_result(accepted)
+        log.info("swap to version %d: %s, pause %.1f ms", offer.version, "confirmed" if accepted else "refused", 1e3 * pause_s)
+        offer.outcome.set_result(accepted)
 
     def _adopted(self, version: int, live: Fingerprint) -> bool:
         try:
@@ -419,7 +369,7 @@ class Engine:
         except ValueError as error:
             # What a profile derives from the weights cannot be made, and what it made of the old ones is gone.
             self._fail(f"version {version} is in place but the profile {self.model.numerics!r} cannot serve it: {error}")
-            self._stopping = True
+            self._inbox.shut()
             return False
         self._adopt(version, live)
         return True
@@ -432,7 +382,7 @@ class Engine:
             self._post(untold)
         self.scheduler.book.forget()
         restarted = self.scheduler.restart(only_scores=self.swap_mode is SwapMode.KEEP_KV)
-        self._restarted |= {seq.key: seq.num_sampled for seq in restarted}
+        self._restarted |= {seq: seq.num_sampled for seq in restarted}
         self.version, self.fingerprint, self.note = version, live.total, ""
         self.metrics.version.set(version)
         if self.phase is EnginePhase.STARTING:
@@ -447,7 +397,7 @@ class Engine:
         log.error("%s", self.note)
         if isinstance(error, WrongWeights) and error.is_lost:
             self._fail(f"the weights of version {self.version} could not be put back after a refused swap")
-            self._stopping = True
+            self._inbox.shut()
 
     def _fail(self, note: str) -> None:
         self.phase, self.note = EnginePhase.FAILED, note
@@ -455,13 +405,7 @@ class Engine:
 
     def _end_all(self) -> None:
         """Nobody waits for an engine that has ended. Does not touch rows: after a crash they may be in any state."""
-        with self._cond:
-            self._stopping = True
-            orphans = [*self._by_key.values(), *self._inbox]
-            self._by_key, self._inbox = {}, []
-            pending, self._pending = self._pending, None
-        if pending:
-            pending.outcome.set_result(False)
+        orphans = self._inbox.drain()
         reason = FinishReason.ERROR if self.phase is EnginePhase.FAILED else FinishReason.CANCELLED
         for seq in orphans:
             seq.end(reason, version=self.version, now=time.monotonic())

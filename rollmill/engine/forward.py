@@ -16,6 +16,8 @@ from rollmill.engine.fixed import BUCKETS, FixedStep
 from rollmill.engine.sampling import Lanes, keyed_uniform, most_likely, sample, to_host
 from rollmill.engine.scheduler import Chunk, Sequence, Step
 from rollmill.model import Model, PagedAttention, RecordedRoutes
+from rollmill.model.route_record import RouteRecord
+from rollmill.model.routes import route_shape
 from rollmill.ops import PAGE, Pages, Spans, tempered
 
 
@@ -175,12 +177,22 @@ class Forward:
             )
         return self._lanes
 
-    def routes(self, seq: Sequence, start: int) -> np.ndarray:
-        """int16[T, L, K]: the experts that the tokens from `start` to the last computed one took; -1 in dense layers."""
-        assert self._routes_SLK is not None and seq.holding is not None
+    def keep_routes(self, seq: Sequence) -> None:
+        """Before its pages go: the experts of every token computed so far, unless known from an earlier time; -1 in dense layers."""
+        if seq.request.routes_from is None or seq.holding is None:
+            return
+        assert self._routes_SLK is not None
+        start = sum(map(len, seq.early_routes))
         position_T = np.arange(start, max(start, seq.num_computed))
         pages = np.asarray(seq.holding.pages, np.int64)
-        return self._routes_SLK[pages[position_T // PAGE] * PAGE + position_T % PAGE]
+        seq.early_routes.append(self._routes_SLK[pages[position_T // PAGE] * PAGE + position_T % PAGE])
+
+    def record_routes(self, seq: Sequence) -> None:
+        """At its end, while it holds its pages: the record that it asked for."""
+        self.keep_routes(seq)
+        if seq.request.routes_from is not None and seq.early_routes:
+            routes_TLK = np.concatenate(seq.early_routes)[seq.request.routes_from :]
+            seq.routes = RouteRecord.of(routes_TLK, route_shape(self.model.config)).to_bytes()
 
     @torch.inference_mode()
     def wipe(self, seq: Sequence, first: int) -> None:

@@ -212,8 +212,10 @@ class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):
         return out
 
 
-class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of a stream since the last piece, all of one weight version."""
+class Piece(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Tokens of a stream since the last piece, all of one weight version: with those before it all that the reply would say of them
+    but their routes, should it never come. Positions count from the piece's own first token.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
@@ -222,6 +224,14 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """As stamped by the step that sampled them."""
     tops: list[list[tuple[int, float]]] = []
     """As in the reply."""
+    forced: list[tuple[int, int]] = []
+    """As in the reply, of these tokens."""
+    stale_from: int | None = None
+    """As in the reply, in the piece that holds this token; None in all others."""
+    replica: str = ""
+    """As in the reply; told by the first piece."""
+    num_reused: int = 0
+    """As in the reply; told by the first piece."""
 
 
 class StreamError(msgspec.Struct, frozen=True, kw_only=True):

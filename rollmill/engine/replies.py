@@ -1,12 +1,14 @@
-"""What those who wait for a sequence are told: that it got on, now or a little later, and its whole reply at the end; knows no weights."""
+"""What those who wait for a sequence are told: that it got on, now or a little later, piece by piece, and its whole reply at the end;
+knows no weights."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 
 import numpy as np
 
-from rollmill.engine.protocol import GenerateReply, ScoreReply, Timing
+from rollmill.engine.protocol import GenerateReply, Piece, ScoreReply, Timing
 from rollmill.engine.scheduler import Sequence, SequenceState, Update
 
 Posted = list[tuple[Sequence, Update]]
@@ -36,6 +38,34 @@ def due(seqs: Iterable[Sequence], *, version: int, now: float) -> Posted:
 def news(seq: Sequence, *, version: int) -> Update:
     """`version` has sampled all that was not told before."""
     return Update(num_sampled=seq.num_sampled, version=version, finished=seq.finish_reason)
+
+
+def piece_of(seq: Sequence, start: int, end: int, *, version: int, replica: str = "") -> Piece:
+    """Its sampled tokens [start, end), by `version`. From any thread, once it has been told that they are there: what they are does
+    not change, whatever follows them meanwhile.
+    """
+    stale_from, is_first = seq.stale_from, start == 0
+    return Piece(
+        token_ids=seq.tokens[seq.num_prompt + start : seq.num_prompt + end],
+        logprobs=seq.logprobs[start:end],
+        version=version,
+        tops=seq.tops[start:end],
+        forced=_within(seq.forced, start, end),
+        stale_from=stale_from - start if stale_from is not None and start <= stale_from < end else None,
+        replica=replica if is_first else "",
+        num_reused=seq.num_reused if is_first else 0,
+    )
+
+
+def _within(spans: list[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:
+    """The part of sorted spans that lies in [start, end), counted from `start`."""
+    out = []
+    for at in range(bisect_right(spans, start, key=lambda span: span[1]), len(spans)):
+        first, last = spans[at]
+        if first >= end:
+            break
+        out.append((max(first, start) - start, min(last, end) - start))
+    return out
 
 
 def reply_of(seq: Sequence, replica: str = "") -> GenerateReply:

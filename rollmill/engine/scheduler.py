@@ -103,8 +103,11 @@ class Sequence:
         """One more sampled token."""
         if self.guide is not None and self.guide.is_forced:
             at = self.num_sampled
-            start = self.forced.pop()[0] if self.forced and self.forced[-1][1] == at else at
-            self.forced.append((start, at + 1))
+            if self.forced and self.forced[-1][1] == at:
+                # Never without it: whoever makes a piece reads it on another thread.
+                self.forced[-1] = (self.forced[-1][0], at + 1)
+            else:
+                self.forced.append((at, at + 1))
         if not self.is_clean and self.stale_from is None:
             self.stale_from = self.num_sampled
         self.tokens.append(token)

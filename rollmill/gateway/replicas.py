@@ -164,6 +164,8 @@ class Replicas:
                             elif item is None:
                                 raise EngineUnavailable(f"{url} ended a stream without a reply")
                             elif item.token_ids:
+                                if not work.num_of_part and not item.replica:
+                                    item = msgspec.structs.replace(item, replica=member.name)
                                 work.take(item)
                                 trip.heard(member)
                                 yield item
@@ -187,7 +189,7 @@ class Replicas:
         if isinstance(error, Contradiction) and work.num_of_part:
             raise NoAnswer(f"{error}; what it has sent cannot be trusted", is_late=False) from error
         self.num_continued += work.num_of_part > 0
-        work.broke(member.name)
+        work.broke()
         pressure = member.standing.pressure
         if reason := work.reached(elapsed_s=trip.elapsed_s, max_len=pressure.max_len if pressure else 0):
             return work.finish_without(reason, timing=trip.timing(0.0))
@@ -207,7 +209,4 @@ def _answered(member: Member, reply: GenerateReply) -> GenerateReply:
     member.standing.answer(now)
     if reply.spans:
         member.standing.serves(reply.spans[-1].version, now)
-    if not reply.replica:
-        return msgspec.structs.replace(reply, replica=member.name)
-    member.name = reply.replica
-    return reply
+    return reply if reply.replica else msgspec.structs.replace(reply, replica=member.name)

@@ -47,7 +47,7 @@ class Member:
     def __init__(self, url: str, client: ReplicaClient, now: float) -> None:
         self.url, self.client, self.standing = url, client, Standing.of(url, now)
         self.name = url.rpartition("//")[2]
-        """Its own, once it has told it; its address until then."""
+        """What it goes by where it tells no name of its own."""
         self.is_leaving = False
         self.silent_since: float | None = None
         """Since when it has owed us an answer to the simplest question."""

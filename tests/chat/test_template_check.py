@@ -17,7 +17,7 @@ from rollmill.chat.format import ChatFormat
 from rollmill.chat.messages import ChatRole
 from rollmill.model.tokenizer import Tokenizer
 
-PREFIX, TOKENS, AFTER, CLOSING, CALLS, FORGED = range(6)
+PREFIX, TOKENS, AFTER, CLOSING, TOLD, CALLS, FORGED = range(7)
 
 
 def report(tokenizer: Tokenizer, **how: int) -> TemplateReport:
@@ -89,7 +89,8 @@ def test_wrong_tool_format_is_found_out(tmp_path: Path) -> None:
 
 def test_calls_are_not_asked_of_a_model_that_makes_none(tmp_path: Path) -> None:
     of = check_template(ChatFormat(family(tmp_path, "chatml"), tool_format="none"), num_per_kind=5)
-    assert of.passed and len(of.claims) == CALLS + 1
+    assert of.passed and len(of.claims) == TOLD + 1
+    assert "the template does not show tools: the model is not told of them" in of.notes
 
 
 def test_conversations_hold_what_they_promise() -> None:
@@ -107,7 +108,7 @@ def test_command_prints_json_and_says_by_its_status_whether_all_holds(tmp_path: 
     run = CliRunner()
     fine = run.invoke(template_app, ["check", str(DEMO), "--json", "--conversations", "5", "--turns", "3", "--seed", "7"])
     facts = json.loads(fine.stdout)
-    assert fine.exit_code == 0 and facts["passed"] and facts["tool_format"] == "hermes" and len(facts["claims"]) == 6
+    assert fine.exit_code == 0 and facts["passed"] and facts["tool_format"] == "hermes" and len(facts["claims"]) == 7
     family(tmp_path, "qwen3")
     bad = run.invoke(template_app, ["check", str(tmp_path / "qwen3"), "--conversations", "5"])
     assert bad.exit_code == 1 and "earlier turns are never rewritten" in bad.stdout and "of the template" in bad.stdout

@@ -72,7 +72,8 @@ def reply_to(request: GenerateRequest, versions: list[int] | int = 1, *, replica
         spans=spans,
         finish_reason=FinishReason.STOP if drawn[-1].token_id in request.stop_ids else FinishReason.LENGTH,
         seed=request.seed or 0,
-        num_reused=0,
+        # Other than what a later part finds, whose prompt is longer.
+        num_reused=len(request.prompt_ids) // 2,
         stale_from=stale_from,
         replica=replica,
         routes=routes_of(request, drawn, versions[0]),
@@ -92,16 +93,30 @@ def routes_of(request: GenerateRequest, drawn: list[Drawn], version: int) -> byt
     return RouteRecord.of(ids_TLK, SHAPE).to_bytes()
 
 
-def pieces_of(reply: GenerateReply, rng: random.Random) -> list[Piece]:
-    """The reply's tokens, in pieces of one version."""
-    ids, logprobs, pieces = reply.token_ids, reply.logprobs_T.tolist(), list[Piece]()
+def pieces_of(reply: GenerateReply, rng: random.Random, most: int = 6) -> list[Piece]:
+    """The reply's tokens, in pieces of one version and at most so many."""
+    pieces = list[Piece]()
     for span in reply.spans:
         start = span.start
         while start < span.end:
-            end = min(span.end, start + rng.randint(1, 6))
-            pieces.append(Piece(token_ids=ids[start:end], logprobs=logprobs[start:end], version=span.version, tops=reply.tops[start:end]))
+            end = min(span.end, start + rng.randint(1, most))
+            pieces.append(piece_of(reply, start, end, span.version))
             start = end
     return pieces
+
+
+def piece_of(reply: GenerateReply, start: int, end: int, version: int) -> Piece:
+    forced = [i for first, last in reply.forced for i in range(first, last) if start <= i < end]
+    return Piece(
+        token_ids=reply.token_ids[start:end],
+        logprobs=reply.logprobs_T.tolist()[start:end],
+        version=version,
+        tops=reply.tops[start:end],
+        forced=[(i - start, i + 1 - start) for i in forced],
+        stale_from=reply.stale_from - start if reply.stale_from in range(start, end) else None,  # type: ignore[operator]
+        replica=reply.replica if start == 0 else "",
+        num_reused=reply.num_reused if start == 0 else 0,
+    )
 
 
 class FakeReplica:
