@@ -19,7 +19,18 @@ from rollmill.trainer.learn import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-RUNNABLE = ("environments.md", "harness.md", "models.md", "tasks.md", "trainer.md", "weights.md")
+RUNNABLE = (
+    "environments.md",
+    "formats/calls.md",
+    "gateway.md",
+    "harness.md",
+    "models.md",
+    "sessions.md",
+    "tasks.md",
+    "templates.md",
+    "trainer.md",
+    "weights.md",
+)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

@@ -39,8 +39,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 TOP = ("fleet", "bench", "numerics", "cli")
 
 WITHOUT_TORCH = (
-    "records config telemetry web ledger sandbox engine.protocol engine.client tasks tasks.repo harness.tools gateway.session "
-    "gateway harness rollout.dispatcher rollout.role model.tokenizer model.route_record chat.format chat.check gateway.server "
+    "records config telemetry web ledger sandbox engine.protocol engine.client tasks tasks.repo harness.tools gateway.sessions.session "
+    "gateway harness rollout.dispatcher rollout.role model.tokenizer model.route_record chat.format chat.check gateway.front.server "
     "adapters.vllm adapters.sglang adapters.own"
 ).split()
 

@@ -18,10 +18,11 @@ from typing import Any
 import msgspec
 
 from rollmill.bench.report import Row, result, say
+from rollmill.chat.format import ChatFormat
 from rollmill.config import RunConfig, dump_config, load_config
 from rollmill.engine.run import run_engine
 from rollmill.fleet.summary import summarise
-from rollmill.gateway import Gateway
+from rollmill.gateway import Gateway, Replicas
 from rollmill.ledger import Ledger
 from rollmill.model import Tokenizer
 from rollmill.records import Role
@@ -136,7 +137,7 @@ async def success_of(config: RunConfig, run_dir: Path, version: int, num_heldout
     )
     url = f"http://127.0.0.1:{await asyncio.wait_for(ready, 60.0)}"
     waits = Waits()
-    gateway, sandboxes = Gateway(Tokenizer(config.model.path), lambda: [url], waits), open_backend(config.rollout.sandbox)
+    gateway, sandboxes = Gateway(ChatFormat(Tokenizer(config.model.path)), Replicas(lambda: [url], waits)), open_backend(config.rollout.sandbox)
     r, family = config.rollout, open_family(config.tasks.family)
     limits = msgspec.structs.replace(limits_of(config), tool_latency_s=(0.0, 0.0))
     source = TaskSource(family, split="heldout", seed=config.run.seed, kinds=config.tasks.kinds, levels=config.tasks.levels)

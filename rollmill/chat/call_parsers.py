@@ -65,11 +65,19 @@ def _draft(raw: Any, key: str) -> Draft:
     return Draft(raw["name"], dump(raw[key]))
 
 
-def _arguments(text: str) -> str:
+def arguments_of(text: str) -> str:
+    """Of a call whose arguments stand by themselves."""
     raw = _load(text)
     if not isinstance(raw, dict):
         raise Malformed("error: the arguments of a tool call must be a JSON object")
     return dump(raw)
+
+
+_WS = r"[ \t\r\n]*"
+_OBJECT = rf"{_WS}(?=\{{)"
+"""Before arguments, as JSON has white space."""
+HERMES_HEAD = re.compile(rf'<tool_call>{_WS}\{{{_WS}"name"{_WS}:{_WS}"(?P<name>[^"\\]+)"{_WS},{_WS}"arguments"{_WS}:{_OBJECT}')
+"""A block's text up to its arguments; such patterns let a call be shown while it is written."""
 
 
 def parse_hermes(block: str, tools: Mapping[str, Tool]) -> list[Draft]:
@@ -98,12 +106,14 @@ def parse_mistral(block: str, tools: Mapping[str, Tool]) -> list[Draft]:
     found = _MISTRAL_HEAD.match(body)
     if found is None:
         raise Malformed("error: a tool call needs a name before its arguments")
-    return [Draft(found[1], _arguments(body[found.end() :]), found[2] or "")]
+    return [Draft(found[1], arguments_of(body[found.end() :]), found[2] or "")]
 
 
 _DEEPSEEK_FENCE = re.compile(r"\s*(\S+)\s*```(?:json)?\s*(.*?)\s*```\s*", re.DOTALL)
 DEEPSEEK_BLOCK = Block("<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>")
 DEEPSEEK_SEP = "<\uff5ctool\u2581sep\uff5c>"
+DEEPSEEK_V3_HEAD = re.compile(rf"{DEEPSEEK_BLOCK.opening}\w*{DEEPSEEK_SEP}\s*(?P<name>\S+?)\s*```(?:json)?\s*(?=\{{)")
+DEEPSEEK_V31_HEAD = re.compile(rf"{DEEPSEEK_BLOCK.opening}\s*(?P<name>\S+?)\s*{DEEPSEEK_SEP}{_OBJECT}")
 DEEPSEEK_SECTION = ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>")
 
 
@@ -112,24 +122,25 @@ def parse_deepseek(block: str, tools: Mapping[str, Tool]) -> list[Draft]:
     head, _, rest = body.partition(DEEPSEEK_SEP)
     fenced = _DEEPSEEK_FENCE.fullmatch(rest)
     if fenced is not None:
-        return [Draft(fenced[1], _arguments(fenced[2]))]
+        return [Draft(fenced[1], arguments_of(fenced[2]))]
     if not head.strip() or not rest.strip():
         raise Malformed(f"error: a tool call needs a name, {DEEPSEEK_SEP} and its arguments")
-    return [Draft(head.strip(), _arguments(rest))]
+    return [Draft(head.strip(), arguments_of(rest))]
 
 
 KIMI_BLOCK = Block("<|tool_call_begin|>", "<|tool_call_end|>")
 _KIMI_SEP = "<|tool_call_argument_begin|>"
-_KIMI_HEAD = re.compile(r"\s*((?:functions\.)?(\S+?)(?::\d+)?)\s*")
+_KIMI_NAME = re.compile(r"\s*(?P<id>(?:functions\.)?(?P<name>\S+?)(?::\d+)?)\s*")
+KIMI_HEAD = re.compile(rf"{re.escape(KIMI_BLOCK.opening)}{_KIMI_NAME.pattern}{re.escape(_KIMI_SEP)}{_OBJECT}")
 
 
 def parse_kimi(block: str, tools: Mapping[str, Tool]) -> list[Draft]:
     body = block.removeprefix(KIMI_BLOCK.opening).removesuffix(KIMI_BLOCK.closing)
     head, sep, rest = body.partition(_KIMI_SEP)
-    found = _KIMI_HEAD.fullmatch(head)
+    found = _KIMI_NAME.fullmatch(head)
     if not sep or found is None:
         raise Malformed(f"error: a tool call needs functions.NAME:NUMBER, {_KIMI_SEP} and its arguments")
-    return [Draft(found[2], _arguments(rest), found[1])]
+    return [Draft(found["name"], arguments_of(rest), found["id"])]
 
 
 _QWEN_FUNCTION = re.compile(r"<function=([^>\s]+)\s*>(.*)</function>", re.DOTALL)

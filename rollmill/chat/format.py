@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from rollmill.chat.call_ids import random_call_id
 from rollmill.chat.messages import Call, ChatMessage, ChatRole, Tool
-from rollmill.chat.reader import AnswerReader, Thinking, mint_call_id
+from rollmill.chat.reader import AnswerReader, Thinking
 from rollmill.chat.template import Turns, user
 from rollmill.chat.text_stream import TextStream
 from rollmill.chat.tool_formats import ToolFormat, open_format
@@ -90,10 +91,12 @@ class ChatFormat:
         has_tools: bool = False,
         tools: Sequence[Tool] = (),
         prompt_ids: Sequence[int] = (),
-        mint: Callable[[], str] = mint_call_id,
+        mint: Callable[[], str] = random_call_id,
+        streams_calls: bool = False,
     ) -> AnswerReader:
         """`has_tools`: calls are looked for, even when no tool is given. `tools` tell the types of arguments where the format does not.
-        `prompt_ids`: whether the prompt has opened the reasoning is read from its end, not taken from the template."""
+        `prompt_ids`: whether the prompt has opened the reasoning is read from its end, not taken from the template. `mint` gives ids to calls: `MintedIds` where
+        a seed is known. `streams_calls`: arguments of known tools are shown while they are written."""
         is_thinking = self._is_thinking
         if prompt_ids and self.thinking is not None:
             is_thinking = self._opens_thinking(self.tokenizer.decode(prompt_ids[-_NUM_TAIL:]))
@@ -107,6 +110,7 @@ class ChatFormat:
             thinking=self.thinking,
             is_thinking=is_thinking,
             mint=mint,
+            streams_calls=streams_calls,
         )
 
     def text_reader(self, *, stops: Sequence[str] = ()) -> AnswerReader:

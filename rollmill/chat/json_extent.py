@@ -1,4 +1,4 @@
-"""Where a JSON object or list ends in a text that still grows; every character is looked at once, and nothing is validated."""
+"""Where a JSON object or list ends in a text that arrives in pieces; every character is looked at once, and nothing is validated."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ _INSIDE = re.compile(r'["\\]')
 
 class JsonExtent:
     """
-    >>> extent = JsonExtent(1)
-    >>> extent.end('x{"a": "}'), extent.end('x{"a": "}"} y')
-    (None, 11)
+    >>> extent = JsonExtent()
+    >>> extent.feed('{"a": "}'), extent.feed('"} y')
+    (None, 2)
     """
 
-    def __init__(self, start: int) -> None:
-        self._at = start
+    def __init__(self) -> None:
         self._depth = 0
         self._in_string = False
+        self._is_escaped = False
 
-    def end(self, text: str) -> int | None:
-        """One past the closing bracket; None while it is not there. `text` begins with what the call before was given."""
-        while (found := (_INSIDE if self._in_string else _OUTSIDE).search(text, self._at)) is not None:
-            sign, self._at = found[0], found.end()
+    def feed(self, piece: str) -> int | None:
+        """One past the closing bracket in this piece; None while it is not there. The first piece begins with the opening one."""
+        at = int(self._is_escaped and bool(piece))
+        self._is_escaped = self._is_escaped and not piece
+        while (found := (_INSIDE if self._in_string else _OUTSIDE).search(piece, at)) is not None:
+            sign, at = found[0], found.end()
             if sign == "\\":
-                if self._at == len(text):
-                    self._at -= 1
-                    return None
-                self._at += 1
+                self._is_escaped = at == len(piece)
+                at += 1
             elif sign == '"':
                 self._in_string = not self._in_string
             else:
                 self._depth += 1 if sign in "{[" else -1
                 if self._depth <= 0:
-                    return self._at
-        self._at = len(text)
+                    return at
         return None

@@ -7,14 +7,15 @@ beginning of a marker. What is made here is for clients and people; nothing is e
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import cache
 
 import msgspec
 
-from rollmill.chat.call_parsers import Block, Malformed
+from rollmill.chat.call_ids import random_call_id
+from rollmill.chat.call_parsers import Block, Draft, Malformed
+from rollmill.chat.call_stream import CallStream
 from rollmill.chat.json_extent import JsonExtent
 from rollmill.chat.messages import Call, ChatMessage, ChatRole, Tool
 from rollmill.chat.text_stream import Decoder, TextStream, held_suffix
@@ -47,16 +48,14 @@ class Thinking(msgspec.Struct, frozen=True):
 
 
 class _Part(StrEnum):
-    """START -> REASONING -> TEXT <-> CALL; an answer without reasoning goes from START to TEXT."""
+    """START -> REASONING -> TEXT <-> CALL; an answer without reasoning goes from START to TEXT, and from CALL to ARGUMENTS to TEXT where
+    calls are shown while they are written."""
 
     START = "start"
     REASONING = "reasoning"
     TEXT = "text"
     CALL = "call"
-
-
-def mint_call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+    ARGUMENTS = "arguments"
 
 
 @cache
@@ -77,9 +76,11 @@ class AnswerReader:
         tools: Sequence[Tool] = (),
         thinking: Thinking | None = None,
         is_thinking: bool = False,
-        mint: Callable[[], str] = mint_call_id,
+        mint: Callable[[], str] = random_call_id,
+        streams_calls: bool = False,
     ) -> None:
-        """`is_thinking`: the prompt has opened the reasoning already."""
+        """`is_thinking`: the prompt has opened the reasoning already. `streams_calls`: arguments are shown while they are written, where
+        the format and the tool are known; such a call stays a call when it turns out malformed, its arguments unfinished."""
         self._stream = TextStream(decoder, stops)
         self._stop_ids, self._format, self._thinking, self._mint = stop_ids, tool_format, thinking, mint
         self._tools = {t.name: t for t in tools}
@@ -93,6 +94,8 @@ class AnswerReader:
         self._drops_blank = is_thinking
         self._block: Block | None = None
         self._extent: JsonExtent | None = None
+        self._streams_calls = streams_calls
+        self._call: CallStream | None = None
         self._num_scanned = 0
         self._texts: list[str] = []
         self._reasoning: list[str] = []
@@ -116,8 +119,13 @@ class AnswerReader:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is wrong with each malformed call, as advice to the model. Their text stays in the text."""
+        """What is wrong with each malformed call, as advice to the model. Their text stays in the text, unless they were shown."""
         return tuple(self._problems)
+
+    @property
+    def num_ended(self) -> int:
+        """Calls that are whole, or malformed for good."""
+        return len(self._calls) - (self._part is _Part.ARGUMENTS)
 
     def message(self) -> ChatMessage:
         return ChatMessage(role=ChatRole.ASSISTANT, text="".join(self._texts), reasoning="".join(self._reasoning), calls=tuple(self._calls))
@@ -153,6 +161,8 @@ class AnswerReader:
             return self._read_text(bits, last)
         if self._part is _Part.CALL:
             return self._read_call(bits, last)
+        if self._part is _Part.ARGUMENTS:
+            return self._read_arguments(bits, last)
         if self._part is _Part.REASONING:
             return self._read_reasoning(bits, last)
         return self._read_start(last)
@@ -213,6 +223,8 @@ class AnswerReader:
     def _read_call(self, bits: list[Bit], last: bool) -> bool:
         assert self._block is not None and self._format is not None
         end = self._call_end()
+        if self._streams_calls and self._begin_arguments(len(self._held) if end is None else end - len(self._block.closing), bits):
+            return True
         if end is None and not last:
             return False
         drafts = []
@@ -231,11 +243,43 @@ class AnswerReader:
             self._show(BitKind.TEXT, end, bits)
             return True
         for draft in drafts:
-            call = Call(id=draft.id or self._mint(), name=draft.name, arguments=draft.arguments)
-            self._calls.append(call)
-            bits.append(Bit(kind=BitKind.CALL, call_id=call.id, name=call.name, text=call.arguments))
+            self._add_call(draft, bits)
         self._held = self._held[end:]
         return True
+
+    def _begin_arguments(self, size: int, bits: list[Bit]) -> bool:
+        assert self._format is not None
+        self._call = CallStream.begin(self._format, self._held, size, self._tools)
+        if self._call is None:
+            return False
+        self._add_call(self._call.draft, bits)
+        self._part, self._held = _Part.ARGUMENTS, self._held[len(self._call.head) :]
+        return True
+
+    def _read_arguments(self, bits: list[Bit], last: bool) -> bool:
+        assert self._block is not None and self._call is not None
+        closing = self._block.closing
+        at = self._held.find(closing)
+        is_whole = at >= 0
+        size = at if is_whole else len(self._held) - (0 if last else held_suffix(self._held, (closing,)))
+        text, self._held = self._call.feed(self._held[:size]), self._held[size:]
+        if is_whole or last:
+            try:
+                if not is_whole:
+                    raise Malformed(f"error: the tool call ends before its {closing}")
+                text += self._call.finish(closing, self._tools)
+            except Malformed as problem:
+                self._problems.append(str(problem))
+            self._calls[-1] = msgspec.structs.replace(self._calls[-1], arguments=self._call.arguments)
+            self._part, self._held = _Part.TEXT, self._held[len(closing) :]
+        if text:
+            bits.append(Bit(kind=BitKind.ARGUMENTS, text=text))
+        return self._part is _Part.TEXT
+
+    def _add_call(self, draft: Draft, bits: list[Bit]) -> None:
+        call = Call(id=draft.id or self._mint(), name=draft.name, arguments=draft.arguments)
+        self._calls.append(call)
+        bits.append(Bit(kind=BitKind.CALL, call_id=call.id, name=call.name, text=call.arguments))
 
     def _call_end(self) -> int | None:
         """One past the block in the text held; None while it is not there, -1 when this is no call."""
@@ -251,8 +295,10 @@ class AnswerReader:
             start = self._format.json_at(self._held[len(opening) :])
             if start is None or start < 0:
                 return start
-            self._extent = JsonExtent(len(opening) + start)
-        return self._extent.end(self._held)
+            self._extent, self._num_scanned = JsonExtent(), len(opening) + start
+        before, self._num_scanned = self._num_scanned, len(self._held)
+        end = self._extent.feed(self._held[before:])
+        return None if end is None else before + end
 
     def _show(self, kind: BitKind, size: int, bits: list[Bit]) -> None:
         """The next `size` characters held; white space waits for what follows it, since around calls and reasoning it means nothing."""

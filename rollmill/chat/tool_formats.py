@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,11 @@ from rollmill.chat.call_parsers import (
     DEEPSEEK_BLOCK,
     DEEPSEEK_SECTION,
     DEEPSEEK_SEP,
+    DEEPSEEK_V3_HEAD,
+    DEEPSEEK_V31_HEAD,
+    HERMES_HEAD,
     KIMI_BLOCK,
+    KIMI_HEAD,
     Block,
     Draft,
     dump,
@@ -62,6 +67,9 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     """Where the JSON begins in the text after an opening: None when that cannot be told yet, -1 when there is none."""
     parse: Callable[[str, Mapping[str, Tool]], list[Draft]]
     """The calls of a whole block, its opening and closing included."""
+    streamed: re.Pattern[str] | None = None
+    """A block's text up to its arguments, with groups `name` and perhaps `id`, where a closing ends the block and the arguments are one
+    JSON object: they can be shown while they are written."""
     begin: str = ""
     head: str = ""
     tail: str = ""
@@ -162,6 +170,7 @@ _ALL = (
         blocks=(KIMI_BLOCK,),
         skips=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         parse=parse_kimi,
+        streamed=KIMI_HEAD,
         begin="<|tool_calls_section_begin|>",
         head=f"<|tool_call_begin|>functions.{{name}}:{NUMBER}<|tool_call_argument_begin|>",
         tail="<|tool_call_end|>",
@@ -175,6 +184,7 @@ _ALL = (
         blocks=(DEEPSEEK_BLOCK,),
         skips=DEEPSEEK_SECTION,
         parse=parse_deepseek,
+        streamed=DEEPSEEK_V3_HEAD,
         begin=DEEPSEEK_SECTION[0],
         head=f"{DEEPSEEK_BLOCK.opening}function{DEEPSEEK_SEP}{{name}}\n```json\n",
         tail=f"\n```{DEEPSEEK_BLOCK.closing}",
@@ -189,6 +199,7 @@ _ALL = (
         blocks=(DEEPSEEK_BLOCK,),
         skips=DEEPSEEK_SECTION,
         parse=parse_deepseek,
+        streamed=DEEPSEEK_V31_HEAD,
         begin=DEEPSEEK_SECTION[0],
         head=f"{DEEPSEEK_BLOCK.opening}{{name}}{DEEPSEEK_SEP}",
         tail=DEEPSEEK_BLOCK.closing,
@@ -254,6 +265,7 @@ _ALL = (
         hints=(("<tool_call>",),),
         blocks=(_TOOL_CALL,),
         parse=parse_hermes,
+        streamed=HERMES_HEAD,
         head=f'<tool_call>{MAYBE_NEWLINE}{{"name": {{json}}, "arguments": ',
         tail=f"}}{MAYBE_NEWLINE}</tool_call>",
         between=MAYBE_NEWLINE,

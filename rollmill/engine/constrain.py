@@ -8,7 +8,6 @@ finds it where it was. Shapes: R guided rows, W words of 32 tokens.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -76,18 +75,23 @@ class Guide:
 class Masks:
     """Which tokens the next step may sample, for all guided rows of a step together."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, *, num_threads: int) -> None:
+        """More threads than idle cores make it slower: a step's masks wait for the last of them."""
         from llguidance import LLExecutor
 
         self._num_words = -(-vocab_size // 32)
-        self._executor = LLExecutor(min(os.cpu_count() or 1, MAX_MASK_THREADS))
+        self._executor = LLExecutor(min(num_threads, MAX_MASK_THREADS)) if num_threads > 1 else None
 
     def fill(self, guides: Sequence[Guide]) -> np.ndarray:
         """uint32[R, W]: bit i of word w is token 32 * w + i."""
         mask_RW = np.zeros((len(guides), self._num_words), np.uint32)
-        rows = [(guide.matcher, row) for row, guide in enumerate(guides)]
-        # Gives up the interpreter lock and takes the rows in parallel.
-        self._executor.unsafe_compute_mask_ptr(rows, mask_RW.ctypes.data, 4 * self._num_words, len(guides))
+        at, row_bytes = mask_RW.ctypes.data, 4 * self._num_words
+        # Both give up the interpreter lock.
+        if self._executor is None:
+            for row, guide in enumerate(guides):
+                guide.matcher.unsafe_compute_mask_ptr(at + row * row_bytes, row_bytes)
+        else:
+            self._executor.unsafe_compute_mask_ptr([(guide.matcher, row) for row, guide in enumerate(guides)], at, row_bytes, len(guides))
         for guide, mask_W in zip(guides, mask_RW, strict=True):
             guide.settle(mask_W)
         return mask_RW

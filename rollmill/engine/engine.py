@@ -20,7 +20,7 @@ import torch
 from rollmill.engine.book import PageBook
 from rollmill.engine.constrain import Guide
 from rollmill.engine.forward import Forward, Sampled
-from rollmill.engine.inbox import Inbox, Offer, QueueFull
+from rollmill.engine.inbox import Inbox, Offer
 from rollmill.engine.metrics import Metrics
 from rollmill.engine.protocol import (
     FinishReason,
@@ -139,7 +139,7 @@ class Engine:
             raise ValueError("routes_from is set, but this model has no experts; leave it out")
         if (request.constraint is None) != (guide is None):
             raise ValueError("a request with a constraint needs the guide that was compiled from it, and only such a request has one")
-        self._check_version(request)
+        self._check_served(request)
         seq = Sequence(
             key=next(self._keys),
             request=request,
@@ -213,7 +213,7 @@ class Engine:
     def _not_serving(self) -> NotServing:
         return NotServing(f"the engine is {self.phase}{': ' + self.note if self.note else ''}; try again later")
 
-    def _check_version(self, request: GenerateRequest) -> None:
+    def _check_served(self, request: GenerateRequest) -> None:
         if self.phase is not EnginePhase.SERVING:
             raise self._not_serving()
         if request.min_version is not None and self.version < request.min_version:
@@ -320,7 +320,9 @@ class Engine:
         return ended
 
     def _before_preempt(self, seq: Sequence) -> None:
-        self._forward.keep_routes(seq)
+        # No token was sampled, no routes followed: those that count are yet to be taken, maybe by newer weights.
+        if seq.num_sampled:
+            self._forward.keep_routes(seq)
         if seq.streams:
             self._post([(seq, news(seq, version=self.version))])
 

@@ -94,7 +94,8 @@ class Forward:
 
     def _mask(self, seqs: list[Sequence], lanes: Lanes) -> np.ndarray:
         if self._masks is None:
-            self._masks = Masks(self.model.config.vocab_size)
+            # The engine's share of the cores: this is its thread.
+            self._masks = Masks(self.model.config.vocab_size, num_threads=torch.get_num_threads())
         return self._masks.fill([guide for row in lanes.guided if (guide := seqs[row].guide) is not None])
 
     def _tops(self, seqs: list[Sequence], logits_NV: torch.Tensor, lanes: Lanes) -> dict[int, list[tuple[int, float]]]:

@@ -32,7 +32,7 @@ def gateway_command(
 ) -> None:
     """Serve the OpenAI and Anthropic APIs in front of engines that run already."""
     from rollmill.fleet.serve import GatewaySettings, run_gateway
-    from rollmill.gateway.run import run
+    from rollmill.gateway.front.run import run
 
     settings = GatewaySettings(
         model=model, host=host, port=port, name=name, keys=keys, record=record, store=store, tool_format=tool_format, is_open=is_open
@@ -57,7 +57,7 @@ def serve_command(
 ) -> None:
     """Serve one model: an engine and, in front of it, the OpenAI and Anthropic APIs."""
     from rollmill.fleet.serve import EngineSettings, GatewaySettings, run_serve
-    from rollmill.gateway.run import run
+    from rollmill.gateway.front.run import run
 
     settings = GatewaySettings(
         model=model, host=host, port=port, name=name, keys=keys, record=record, store=store, tool_format=tool_format, is_open=is_open

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -25,8 +27,17 @@ def show_episode(run_dir: Path, episode_id: str | None) -> str:
     old, new = trace.version_range()
     head.append(f"reward {row.grade.reward:g} ({row.grade.note}), stopped: {trace.stop}, weight versions {old} to {new}")
     head.append(f"{row.num_tokens} tokens, {row.num_sampled} of them sampled; seconds: {_timing(trace.timing_s)}")
-    turns = [f"\n[{m['role']}]\n{m['content'].rstrip()}" for m in trace.messages]
-    return "\n".join([*head, *turns])
+    if len(trace.windows) > 1:
+        head.append(f"{len(trace.windows)} context windows: the agent compacted, branched or used helpers; the longest one is shown")
+    return "\n".join([*head, *(_turn(message) for message in trace.messages)])
+
+
+def _turn(message: dict[str, Any]) -> str:
+    said = [str(message.get("content") or "").rstrip()]
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        said.append(f"-> {function['name']} {json.dumps(function['arguments'], ensure_ascii=False)}")
+    return f"\n[{message['role']}]\n" + "\n".join(part for part in said if part)
 
 
 def _timing(timing_s: dict[str, float]) -> str:

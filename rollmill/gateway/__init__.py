@@ -1,10 +1,10 @@
 """The model-call seam: token-exact sessions over a set of replicas."""
 
-from rollmill.gateway.episode import Episode
 from rollmill.gateway.gateway import Gateway
-from rollmill.gateway.placement import Sampling
 from rollmill.gateway.replicas import NoAnswer, Replicas
-from rollmill.gateway.session import ContextFull, Reply, Session
-from rollmill.gateway.skew import Skew
+from rollmill.gateway.sessions.episode import Episode
+from rollmill.gateway.sessions.placement import Sampling
+from rollmill.gateway.sessions.session import ContextFull, Reply, Session
+from rollmill.gateway.sessions.skew import Skew
 
 __all__ = ["ContextFull", "Episode", "Gateway", "NoAnswer", "Replicas", "Reply", "Sampling", "Session", "Skew"]

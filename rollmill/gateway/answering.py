@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from rollmill.engine.client import EngineRejected
 from rollmill.engine.protocol import FinishReason, GenerateReply
 from rollmill.gateway.call import Answer, ChatCall, Event, EventKind, TextCall
-from rollmill.gateway.call_rows import RecordedChoice
 from rollmill.gateway.choice import Choice, Readers, Slot
-from rollmill.gateway.episode import Episode
+from rollmill.gateway.recording.call_rows import RecordedChoice
 from rollmill.gateway.replicas import NoAnswer, Replicas
+from rollmill.gateway.sessions.episode import Episode
 from rollmill.records import RunFailure
 from rollmill.web import ApiError
 

@@ -14,8 +14,8 @@ from rollmill.chat.messages import ChatMessage
 from rollmill.chat.reader import AnswerReader, Bit, BitKind
 from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest, Piece, Timing, VersionSpan
 from rollmill.gateway.call import Answer, ChatCall, Event, EventKind, Finish, TextCall, TopLogprob
-from rollmill.gateway.call_rows import RecordedChoice
-from rollmill.gateway.placement import Placement
+from rollmill.gateway.recording.call_rows import RecordedChoice
+from rollmill.gateway.sessions.placement import Placement
 
 _KINDS = {kind: EventKind(str(kind)) for kind in BitKind}
 _NO_TIMING = Timing(queue_s=0.0, first_token_s=0.0, total_s=0.0)

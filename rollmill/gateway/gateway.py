@@ -20,17 +20,17 @@ from rollmill.chat.reader import AnswerReader
 from rollmill.engine.protocol import GenerateRequest
 from rollmill.gateway.answering import Answering
 from rollmill.gateway.call import Ask, ChatCall, TextCall, ToolChoice
-from rollmill.gateway.call_rows import EpisodeRecord
 from rollmill.gateway.choice import Slot
 from rollmill.gateway.constraints import constraint_of
-from rollmill.gateway.dialect import MAX_TOKENS
-from rollmill.gateway.episode import Episode
-from rollmill.gateway.episodes import Episodes
+from rollmill.gateway.dialects.dialect import MAX_TOKENS
 from rollmill.gateway.pins import Pins
-from rollmill.gateway.placement import EpisodeClosed, EpisodeFull, Placement, Sampling
-from rollmill.gateway.record import Recorder
+from rollmill.gateway.recording.call_rows import EpisodeRecord
+from rollmill.gateway.recording.record import Recorder
 from rollmill.gateway.replicas import NoAnswer, Replicas
-from rollmill.gateway.session import Session
+from rollmill.gateway.sessions.episode import Episode
+from rollmill.gateway.sessions.episodes import Episodes
+from rollmill.gateway.sessions.placement import EpisodeClosed, EpisodeFull, Placement, Sampling
+from rollmill.gateway.sessions.session import Session
 from rollmill.web import ApiError
 
 # Encoding a text of this many characters takes about a millisecond; longer ones leave the event loop.

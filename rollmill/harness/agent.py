@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from rollmill.chat.messages import Call, ChatMessage, ChatRole, Tool
-from rollmill.gateway.session import ContextFull, Reply, Session
+from rollmill.gateway.sessions.session import ContextFull, Reply, Session
 from rollmill.harness.tools import BoxTools, shorten
 from rollmill.harness.toolset import SYSTEM, AgentSpec, CallError, Toolset
 from rollmill.records import Boundary, RunFailure, StopReason, Task

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable
 
 from rollmill.config import AgentSection, RunConfig
 from rollmill.gateway import Gateway
-from rollmill.gateway.route import Incoming, Outgoing, Route, json_out
-from rollmill.gateway.run import GatewayServer, start_gateway
-from rollmill.gateway.service import base_urls
+from rollmill.gateway.front.route import Incoming, Outgoing, Route, json_out
+from rollmill.gateway.front.run import GatewayServer, start_gateway
+from rollmill.gateway.front.service import base_urls
 from rollmill.harness import Limits
 from rollmill.harness.program import Program
 from rollmill.harness.remote import RemoteService, Reports

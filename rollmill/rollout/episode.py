@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from rollmill.gateway import Gateway
-from rollmill.gateway.skew import Skew
+from rollmill.gateway.sessions.skew import Skew
 from rollmill.harness import Limits
 from rollmill.records import Grade, Task, Trace
 from rollmill.rollout.grading import Grader

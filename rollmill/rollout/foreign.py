@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from rollmill.gateway import Gateway
-from rollmill.gateway.episode import Episode, Sampling
+from rollmill.gateway.sessions.episode import Episode, Sampling
 from rollmill.harness.beside import run_beside, scratch
 from rollmill.harness.program import Endpoint, Program, ProgramRun, check_exit, check_in_time, endpoint_inside, machine_for, run_inside
 from rollmill.harness.remote import RemoteService, Report, Reports, check_finished, init_of

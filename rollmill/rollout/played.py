@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rollmill.gateway.skew import Skew
+from rollmill.gateway.sessions.skew import Skew
 from rollmill.records import Grade, StopReason, Task, Window
 
 

@@ -68,7 +68,7 @@ class VerifiersFamily(RowFamily):
             success_at=environment.pass_threshold if success_at is None else success_at,
         )
         self.environment = environment
-        logging.getLogger("verifiers.rubrics").addHandler(_LISTENER)
+        logging.getLogger("verifiers").addHandler(_LISTENER)
 
     def agent(self, task: Task) -> AgentSpec:
         max_turns = int(getattr(self.environment, "max_turns", 1))

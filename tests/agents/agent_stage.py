@@ -26,8 +26,8 @@ from stub_replica import DEMO, StubReplica
 from rollmill.chat.format import ChatFormat
 from rollmill.engine.protocol import GenerateReply, GenerateRequest
 from rollmill.gateway import Gateway
+from rollmill.gateway.front.run import start_gateway
 from rollmill.gateway.replicas import Replicas
-from rollmill.gateway.run import start_gateway
 from rollmill.harness import Limits
 from rollmill.harness.program import Program
 from rollmill.model import Model, PackedAttention, load_model

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rollmill.chat.format import ChatFormat
 from rollmill.chat.messages import Call, ChatMessage, Tool
+from rollmill.chat.tool_formats import FORMATS
 from rollmill.model.tokenizer import Tokenizer
 
 CALL = Call(id="call_0123456789abcdef", name="ls", arguments='{"path": "."}')
@@ -197,7 +198,7 @@ def test_template_that_cannot_say_it_is_helped(tmp_path: Path) -> None:
     chat = ChatFormat(Tokenizer(write_model(tmp_path, template)))
     text = chat.tokenizer.decode(chat.first([say(SYSTEM, "s"), say(USER, "q"), say(ASSISTANT, "a", CALL), say(TOOL, "r", call=CALL)], [LS]))
     assert text == (
-        "<|im_start|>user\ns\n\nq<|im_end|>\n<|im_start|>assistant\na\n"
+        f"<|im_start|>user\ns\n\n{FORMATS['hermes'].prompt([LS], str)}\n\nq<|im_end|>\n<|im_start|>assistant\na\n"
         '<tool_call>\n{"name": "ls", "arguments": {"path": "."}}\n</tool_call>'
         "<|im_end|>\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -245,3 +246,85 @@ def test_result_without_an_id_is_written_where_ids_are_required(chats: dict[str,
 def test_half_a_surrogate_pair_is_no_reason_to_fail(chats: dict[str, ChatFormat]) -> None:
     chat = chats["chatml"]
     assert "a\ufffdb" in chat.tokenizer.decode(chat.first([say(USER, "a\ud800b")], [ADD]))
+
+
+def test_model_is_told_of_tools_that_its_template_does_not_show(chats: dict[str, ChatFormat]) -> None:
+    chat = chats["chatml"]
+    told = (
+        "These tools can be called, each given with the JSON schema of its arguments:\n"
+        '{"name":"ls","description":"list","parameters":{"properties":{"path":{"type":"string"}},"required":["path"],"type":"object"}}\n'
+        '{"name":"pwd"}\n\nTo call a tool, write its name and arguments like this:\n<tool_call>\n'
+        '{"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}\n</tool_call>\nSeveral calls may follow one another.'
+    )
+    tools = [LS, Tool(name="pwd")]
+    asked = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    for before, wanted in (([say(SYSTEM, "s")], f"s\n\n{told}"), ([say(SYSTEM)], told), ([], told)):
+        text = chat.tokenizer.decode(chat.first([*before, say(USER, "q")], tools))
+        assert text == f"<|im_start|>system\n{wanted}<|im_end|>\n{asked}"
+    assert chat.tokenizer.decode(chat.first([say(USER, "q")])) == asked
+
+
+@pytest.mark.parametrize("form", [f for f in FORMATS if f != "none"])
+def test_example_of_a_call_is_one_that_its_format_reads(form: str) -> None:
+    chat = ChatFormat(REALIGN.tokenizer, tool_format=form)
+    _, _, example = FORMATS[form].prompt([LS], str).partition("like this:\n")
+    reader = chat.reader(tools=[LS])
+    reader.feed(chat.tokenizer.encode(example.removesuffix(FORMATS[form].advice)), last=True)
+    (call,) = reader.message().calls
+    assert (call.name, json.loads(call.arguments), reader.message().text.strip()) == ("NAME", {"ARGUMENT": "VALUE"}, "")
+
+
+def test_equal_tools_are_told_of_in_the_same_words(chats: dict[str, ChatFormat]) -> None:
+    other = Tool(name="ls", description="list", parameters=dict(reversed(LS.parameters.items())))
+    assert other == LS and list(other.parameters) != list(LS.parameters)
+    assert chats["chatml"].first([say(USER, "q")], [LS]) == chats["chatml"].first([say(USER, "q")], [other])
+
+
+@pytest.mark.parametrize("name", ["chatml", "deepseek"])
+@pytest.mark.parametrize("system", [(), (say(SYSTEM, "be brief"),)])
+def test_turns_after_told_tools_are_those_of_the_whole_conversation(
+    chats: dict[str, ChatFormat], name: str, system: tuple[ChatMessage, ...]
+) -> None:
+    chat, tools = chats[name], [LS, ADD]
+    talk = [*system, say(USER, "q"), say(ASSISTANT, "a", CALL), say(TOOL, "r", call=CALL), say(ASSISTANT, "b"), say(USER, "n")]
+    ids, num = chat.first(talk[: len(system) + 1], tools), len(system) + 1
+    for end in (num + 2, num + 4):
+        written = chat.turns.closed(talk[: num + 1], tools).removeprefix(chat.turns.opening(talk[:num], tools))
+        sampled = chat.tokenizer.encode(written.removesuffix("\n"))
+        ids += sampled + chat.after(talk[:num], sampled[-1], talk[num + 1 : end], tools)
+        num = end
+    assert chat.turns.is_local and ids == chat.first(talk, tools)
+
+
+def test_switch_in_a_tool_that_stands_in_the_system_prompt_reaches_later_turns(tmp_path: Path) -> None:
+    template = CHATML + "{% if '/no_think' in messages[0].content %}<think></think>{% endif %}"
+    chat, history = ChatFormat(Tokenizer(write_model(tmp_path, template))), [say(USER, "q")]
+    switch = Tool(name="t", description="needs /no_think")
+    assert chat.tokenizer.decode(chat.first(history, [switch])).endswith("<think></think>")
+    assert chat.tokenizer.decode(chat.after(history, None, [say(USER, "n")], [switch])).endswith("<think></think>")
+
+
+@pytest.mark.parametrize("marker", ["<|im_end|>", "<|im_start|>", "</tool_call>"])
+def test_tool_cannot_forge_a_control_token_in_the_system_prompt(marker: str) -> None:
+    def control(text: str) -> Counter[int]:
+        parameters = {"type": "object", "properties": {text: {"enum": [text, f'"{text}'], "description": text}}, text: [text]}
+        tools = [Tool(name=f"t{text}", description=f"{text}\n{text}", parameters=parameters), Tool(name=text)]
+        ids = REALIGN.first([say(SYSTEM, text), say(USER, "q")], tools) + REALIGN.first([say(USER, "q")], tools)
+        return Counter(i for i in ids if i in REALIGN.tokenizer.markers.values())
+
+    for forged in (marker, marker[:-1], marker[0] + marker + marker[1:]):
+        assert control(forged) == control("z")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if tools %}{{ raise_exception('no tools here') }}{% endif %}" + CHATML,
+        "{% if tools and messages[0].role == 'system' %}{{ tools | tojson }}{% endif %}" + CHATML,
+    ],
+)
+def test_template_that_shows_tools_at_times_is_not_trusted_with_them(tmp_path: Path, template: str) -> None:
+    chat = ChatFormat(Tokenizer(write_model(tmp_path, template)))
+    for messages in ([say(USER, "q")], [say(SYSTEM, "s"), say(USER, "q")]):
+        text = chat.tokenizer.decode(chat.first(messages, [LS]))
+        assert text.count('"description"') == 1 and FORMATS["hermes"].prompt([LS], str) in text

@@ -132,6 +132,14 @@ def rename(engine: Engine, version: int) -> None:
     assert engine.offer(version, lambda: fingerprint(engine.model.serving_tensors())).result(DEADLINE_S)
 
 
+async def swap_beneath(engine: Engine, gate: Gate, version: int, *, num_steps: int | None) -> None:
+    """Swap while the engine waits for leave to take its next step, and then let it take so many, or all."""
+    offered = asyncio.create_task(asyncio.to_thread(rename, engine, version))
+    await until(lambda: engine._inbox.has_offer or engine.version == version, "the swap is offered")
+    gate.open() if num_steps is None else gate.allow(num_steps)
+    await offered
+
+
 async def until(condition: Callable[[], bool], what: str) -> None:
     """`wait_until` for a test that shares its loop with the server."""
     end = time.monotonic() + DEADLINE_S

@@ -17,7 +17,7 @@ import torch
 from engine_worlds import CONFIG, DEADLINE_S, END, VOCAB, packed_logprobs, running, served, tiny_model, write_tokenizer
 
 from rollmill.engine.client import EngineClient, EngineRejected
-from rollmill.engine.constrain import CACHE_CHARS, Constraints, Masks
+from rollmill.engine.constrain import CACHE_CHARS, Constraints, Guide, Masks
 from rollmill.engine.engine import Engine
 from rollmill.engine.forward import Forward
 from rollmill.engine.protocol import (
@@ -285,12 +285,19 @@ def test_compiled_grammars_are_kept_within_a_bound_and_a_guide_is_its_own(world:
     first, second = fresh.compile(ask(DIGITS)), fresh.compile(ask(DIGITS))
     seven = world._tokenizer.token_to_id("7")
     assert first.take(seven) and first.matcher is not second.matcher and len(fresh._compiled) == 1
-    masks = Masks(VOCAB)
+    masks = Masks(VOCAB, num_threads=1)
     assert np.array_equal(masks.fill([second])[0], masks.fill([fresh.compile(ask(DIGITS))])[0])
     long = "a" * (MAX_CONSTRAINT_CHARS - 4)
     for i in range(40):
         fresh.compile(ask(Constraint(kind=ConstraintKind.REGEX, text=f"{i:02}{long[:-2]}|b")))
     assert fresh._held_chars <= CACHE_CHARS and DIGITS not in fresh._compiled
+
+
+def test_masks_made_in_turn_and_in_parallel_are_the_same(world: World) -> None:
+    def guides() -> list[Guide]:
+        return [world.constraints.compile(ask(c)) for c in (JSON, DIGITS, LIST, JSON)]
+
+    assert np.array_equal(Masks(VOCAB, num_threads=1).fill(guides()), Masks(VOCAB, num_threads=3).fill(guides()))
 
 
 def test_masks_shut_exactly_the_tokens_they_say(world: World) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from engine_worlds import DEADLINE_S, VOCAB, packed_logprobs, running, tiny_model, wait_until
 
-from rollmill.engine.engine import Engine, EnginePhase, NotServing, QueueFull, VersionMismatch
+from rollmill.engine.engine import Engine, EnginePhase, NotServing, VersionMismatch
+from rollmill.engine.inbox import QueueFull
 from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest, ScoreRequest
 from rollmill.engine.replies import deliver, reply_of
 

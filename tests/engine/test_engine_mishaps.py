@@ -11,7 +11,8 @@ import torch
 from engine_worlds import CONFIG, DEADLINE_S, packed_logprobs, running, tiny_model, wait_until
 from test_engine_routes import SPARSE, taken
 
-from rollmill.engine.engine import EnginePhase, QueueFull
+from rollmill.engine.engine import EnginePhase
+from rollmill.engine.inbox import QueueFull
 from rollmill.engine.protocol import FinishReason, GenerateRequest, ScoreRequest, SwapMode
 from rollmill.engine.scheduler import Sequence
 from rollmill.model import MoEConfig
@@ -173,7 +174,7 @@ def test_the_bound_on_requests_counts_those_on_their_way_from_the_queue_to_a_slo
         engine.scheduler.running = Slow(running_list)
         first = engine.generate(GenerateRequest(prompt_ids=[1], max_tokens=3))
         assert first.result(DEADLINE_S).finish_reason is FinishReason.LENGTH
-        wait_until(lambda: not engine._by_key and not engine._inbox, "everyone ended")
+        wait_until(lambda: engine._inbox.num_open == 0, "everyone ended")
         assert engine.phase is EnginePhase.SERVING and refused
 
 
@@ -198,7 +199,7 @@ def test_an_idle_engine_says_that_nobody_runs_or_waits() -> None:
         wait_until(lambda: engine.metrics.waiting._value.get() == 2, "two wait")
         for seq in seqs:
             engine.cancel(seq)
-        wait_until(lambda: not engine._by_key and not engine._inbox, "all ended")
+        wait_until(lambda: engine._inbox.num_open == 0, "all ended")
         assert (engine.metrics.running._value.get(), engine.metrics.waiting._value.get()) == (0, 0)
 
 

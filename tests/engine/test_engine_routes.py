@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engine_worlds import CONFIG, DEADLINE_S, running, tiny_model
+from engine_worlds import CONFIG, DEADLINE_S, Gate, running, tiny_model, wait_until
 
-from rollmill.engine.protocol import GenerateRequest
+from rollmill.engine.protocol import GenerateRequest, SwapMode
 from rollmill.model import Model, MoEConfig, PackedAttention, RecordedRoutes
 from rollmill.model.config import ModelConfig
 from rollmill.model.route_record import RouteRecord
+from rollmill.weights import Fingerprint, fingerprint
 
 SPARSE = ModelConfig(
     family="qwen3_moe",
@@ -45,6 +46,28 @@ def test_recorded_experts_are_those_of_the_packed_forward_also_on_shared_pages_a
         # The last sampled token was never computed.
         assert record.num_tokens == len(tokens) - 1 - request.routes_from
         assert np.array_equal(record.ids_TLK(), taken(model, tokens)[request.routes_from : -1])
+
+
+def test_recorded_experts_of_a_prompt_are_those_of_the_weights_that_sampled_its_first_token() -> None:
+    """New weights came when half of the prompt was computed, and the whole of it was computed again."""
+    model, prompt = tiny_model(0, SPARSE), [i % 250 for i in range(100)]
+    newer = tiny_model(1, SPARSE).serving_tensors()
+
+    def swap() -> Fingerprint:
+        model.load_serving(newer)
+        return fingerprint(model.serving_tensors())
+
+    with running(model, swap_mode=SwapMode.RE_PREFILL, step_tokens=16) as engine:
+        gate = Gate(engine)
+        gate.allow(3)
+        replied = engine.generate(GenerateRequest(prompt_ids=prompt, max_tokens=5, seed=1, routes_from=0))
+        wait_until(lambda: engine.scheduler.running[0].num_computed >= 48 if engine.scheduler.running else False, "half is computed")
+        swapped = engine.offer(2, swap)
+        gate.open()
+        reply = replied.result(DEADLINE_S)
+        assert swapped.result(DEADLINE_S)
+    assert reply.versions_T.tolist() == [2] * 5
+    assert np.array_equal(RouteRecord.from_bytes(reply.routes).ids_TLK(), taken(model, prompt + reply.token_ids)[:-1])
 
 
 def test_routes_of_a_dense_model_or_beyond_the_prompt_are_refused() -> None:

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from itertools import accumulate
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-from engine_worlds import CONFIG, DEADLINE_S, Gate, rename, served, tiny_model, until
+from engine_worlds import CONFIG, DEADLINE_S, END, Gate, served, swap_beneath, tiny_model, until, write_tokenizer
 
 from rollmill.engine import replies
 from rollmill.engine.calls import Call
 from rollmill.engine.client import EngineClient, EngineRejected, EngineUnavailable, VersionUnmet
-from rollmill.engine.engine import Engine
-from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest, Piece, StreamError, StreamFrame, Timing
+from rollmill.engine.protocol import (
+    Constraint,
+    ConstraintKind,
+    FinishReason,
+    GenerateReply,
+    GenerateRequest,
+    Piece,
+    StreamError,
+    StreamFrame,
+    SwapMode,
+    Timing,
+)
 from rollmill.engine.scheduler import Sequence, SequenceState
 from rollmill.model import MoEConfig
 from rollmill.web import ApiError
@@ -50,19 +62,61 @@ def check_pieces(pieces: list[Piece], reply: GenerateReply) -> None:
     assert np.array([lp for p in pieces for lp in p.logprobs], "<f4").tobytes() == reply.logprobs
     assert [p.version for p in pieces for _ in p.token_ids] == reply.versions_T.tolist()
     assert [t for p in pieces for t in p.tops] == reply.tops
+    starts = list(accumulate((len(p.token_ids) for p in pieces), initial=0))
+    assert tokens_in(reply.forced) == [at + i for p, at in zip(pieces, starts, strict=False) for i in tokens_in(p.forced)]
+    stale = [at + p.stale_from for p, at in zip(pieces, starts, strict=False) if p.stale_from is not None]
+    assert stale == ([] if reply.stale_from is None else [reply.stale_from])
+    assert [(p.replica, p.num_reused) for p in pieces] == [(reply.replica, reply.num_reused)] + [("", 0)] * (len(pieces) - 1)
+
+
+def tokens_in(spans: list[tuple[int, int]]) -> list[int]:
+    return [i for start, end in spans for i in range(start, end)]
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"temperature": 0.7, "top_p": 0.8, "num_top": 3}, {"stop_ids": list(range(0, 300, 7))}, {"max_tokens": 1}]
+    "fields",
+    [
+        {},
+        {"temperature": 0.7, "top_p": 0.8, "num_top": 3},
+        {"stop_ids": list(range(0, 300, 7))},
+        {"max_tokens": 1},
+        {"prompt_ids": [*range(150)]},
+    ],
 )
 def test_a_stream_ends_with_the_reply_that_generate_gives(fields: dict) -> None:
     async def main():
-        async with served() as (_, url), EngineClient(url) as client:
+        async with served(replica="east-1") as (_, url), EngineClient(url) as client:
+            await client.generate(ask(**fields))
             return await read(client, ask(**fields)), await client.generate(ask(**fields))
 
     (pieces, reply), whole = run(main())
-    assert timeless(reply) == timeless(whole)
+    assert timeless(reply) == timeless(whole) and reply.replica == "east-1"
     check_pieces(pieces, reply)
+
+
+def test_pieces_of_a_constrained_stream_name_the_forced_tokens(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    write_tokenizer(tmp_path)
+    # Runs of one choice that begin, end and go on where pieces do, behind free ones of several lengths.
+    constraint = Constraint(kind=ConstraintKind.REGEX, text="abc[xyz]d(yes|no)[0-9]{2}-----(yes|no)")
+
+    async def main():
+        async with served(tokenizer=tmp_path / "tokenizer.json") as (engine, url), EngineClient(url) as client:
+            gate, items = Gate(engine), []
+            gate.allow(1)
+            async for item in client.stream(ask(constraint=constraint, stop_ids=[END])):
+                items.append(item)
+                gate.allow(1 + len(items) % 3)
+            return items
+
+    *pieces, reply = run(main())
+    check_pieces(pieces, reply)
+    assert len(pieces) > 5 and 5 < len(tokens_in(reply.forced)) < len(reply.token_ids)
+
+
+def test_a_piece_in_mid_stream_is_as_small_as_its_tokens() -> None:
+    sent = msgspec.msgpack.decode(frame(piece=PIECE)[4:])
+    assert sent == {"piece": {"token_ids": [7], "logprobs": [-1.0], "version": 3}}
 
 
 def test_a_stream_of_a_model_with_experts_carries_the_same_route_record() -> None:
@@ -78,17 +132,10 @@ def test_a_stream_of_a_model_with_experts_carries_the_same_route_record() -> Non
     assert len(reply.routes) > 0 and timeless(reply) == timeless(whole)
 
 
-async def swap(engine: Engine, gate: Gate, version: int, *, num_steps: int | None) -> None:
-    """Swap while the engine waits for leave to take its next step, and then let it take so many, or all."""
-    offered = asyncio.create_task(asyncio.to_thread(rename, engine, version))
-    await until(lambda: engine._pending is not None or engine.version == version, "the swap is offered")
-    gate.open() if num_steps is None else gate.allow(num_steps)
-    await offered
-
-
-def test_pieces_carry_the_version_that_sampled_them_across_swaps() -> None:
+@pytest.mark.parametrize("mode", list(SwapMode))
+def test_pieces_carry_the_version_that_sampled_them_across_swaps(mode: SwapMode) -> None:
     async def main():
-        async with served() as (engine, url), EngineClient(url) as client:
+        async with served(swap_mode=mode) as (engine, url), EngineClient(url) as client:
             gate, pieces, num_read = Gate(engine), [], 0
             gate.allow(5)
             async with aclosing(client.stream(ask(max_tokens=20))) as items:
@@ -96,13 +143,13 @@ def test_pieces_carry_the_version_that_sampled_them_across_swaps() -> None:
                     pieces.append(item)
                     num_read += len(item.token_ids) if isinstance(item, Piece) else 0
                     if num_read == 5 and engine.version == 1:
-                        await swap(engine, gate, 2, num_steps=4)
+                        await swap_beneath(engine, gate, 2, num_steps=4)
                     elif num_read == 9 and engine.version == 2:
-                        await swap(engine, gate, 3, num_steps=None)
+                        await swap_beneath(engine, gate, 3, num_steps=None)
             return pieces
 
     *pieces, reply = run(main())
-    assert [s.version for s in reply.spans] == [1, 2, 3]
+    assert [s.version for s in reply.spans] == [1, 2, 3] and (reply.stale_from is None) is (mode is SwapMode.RE_PREFILL)
     check_pieces(pieces, reply)
 
 
@@ -112,7 +159,7 @@ def test_a_reader_that_sleeps_gets_one_piece_per_version() -> None:
             gate, call = Gate(engine), Call(engine, ask(max_tokens=30), streams=True)
             gate.allow(10)
             await until(lambda: call.seq.num_sampled == 10, "ten tokens are there")
-            await swap(engine, gate, 2, num_steps=None)
+            await swap_beneath(engine, gate, 2, num_steps=None)
             await until(lambda: call._finished is not None, "the request has ended")
             return [p async for p in call.pieces()], call.seq
 
@@ -132,7 +179,7 @@ def test_tokens_that_wait_for_their_turn_are_told_with_their_own_version_at_a_sw
             # It is told at once of its first token, and then not before it must be.
             pieces = [await anext(items)]
             await until(lambda: engine.metrics.num_tokens == 6, "six tokens are there")
-            await swap(engine, gate, 2, num_steps=None)
+            await swap_beneath(engine, gate, 2, num_steps=None)
             return pieces + [item async for item in items]
 
     *pieces, reply = run(main())
@@ -185,7 +232,7 @@ def test_a_swap_beneath_a_stream_with_an_exact_version_is_a_version_unmet() -> N
                     async for item in items:
                         got += item.token_ids
                         if len(got) == 3:
-                            await swap(engine, gate, 2, num_steps=None)
+                            await swap_beneath(engine, gate, 2, num_steps=None)
             return got, unmet.value.version
 
     got, version = run(main())
@@ -201,7 +248,7 @@ def test_an_engine_that_closes_under_a_stream_is_unavailable() -> None:
                 async with aclosing(client.stream(ask())) as items:
                     async for _ in items:
                         closing = asyncio.create_task(asyncio.to_thread(engine.close))
-                        await until(lambda: engine._stopping, "the engine stops")
+                        await until(lambda: engine._inbox.is_shut, "the engine stops")
                         gate.open()
                         await closing
 

@@ -105,7 +105,7 @@ def test_tokens_around_a_swap_carry_the_version_that_sampled_them(
         seq = engine.submit(ask(max_tokens=40), hear, streams=True)
         assert news.wait(DEADLINE_S)
         second = trainer.publish(nudged(model, 1))
-        wait_until(lambda: engine._pending is not None, "the swap is offered")
+        wait_until(lambda: engine._inbox.has_offer, "the swap is offered")
         held.set()
         assert finished.wait(DEADLINE_S)
     assert [(s.start, s.end, s.version) for s in seq.spans] == [(0, 10, first), (10, 40, second)]
@@ -141,7 +141,7 @@ def test_what_is_scored_across_a_swap_comes_from_one_version(trainer: Trainer, m
         scored = engine.score(ScoreRequest(token_ids=tokens, start=20))
         assert reached.wait(DEADLINE_S), "half of it is computed"
         second = trainer.publish(nudged(model, 1))
-        wait_until(lambda: engine._pending is not None, "the swap is offered")
+        wait_until(lambda: engine._inbox.has_offer, "the swap is offered")
         gate.set()
         reply = scored.result(DEADLINE_S)
     new = tiny_model(0)
@@ -263,7 +263,7 @@ def test_a_swap_ends_requests_that_asked_for_an_exact_version(trainer: Trainer) 
         waits = engine.generate(ask(exact_version=first))
         loose = engine.generate(ask())
         trainer.publish(nudged(model, 1))
-        wait_until(lambda: engine._pending is not None, "the swap is offered")
+        wait_until(lambda: engine._inbox.has_offer, "the swap is offered")
         held.set()
         assert waits.result(DEADLINE_S).finish_reason is FinishReason.VERSION
         assert loose.result(DEADLINE_S).finish_reason is FinishReason.LENGTH

@@ -12,11 +12,11 @@ import numpy as np
 from live_gateway import LiveGateway
 from stub_replica import Say, StubReplica
 
-from rollmill.gateway.episode import Episode
+from rollmill.gateway.front.keys import KeyRing
+from rollmill.gateway.front.run import GatewayServer
 from rollmill.gateway.gateway import Gateway
-from rollmill.gateway.keys import KeyRing
-from rollmill.gateway.record import SqliteRecorder
-from rollmill.gateway.run import GatewayServer
+from rollmill.gateway.recording.record import SqliteRecorder
+from rollmill.gateway.sessions.episode import Episode
 
 T = TypeVar("T")
 TOOL_CALL = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'

@@ -12,8 +12,8 @@ from gateway_fakes import CHAT, TIMING, TOKENIZER
 
 from rollmill.chat.messages import Call, ChatMessage, ChatRole, Tool
 from rollmill.engine.protocol import FinishReason, GenerateReply, VersionSpan
-from rollmill.gateway.episode import Episode
-from rollmill.gateway.placement import Placement
+from rollmill.gateway.sessions.episode import Episode
+from rollmill.gateway.sessions.placement import Placement
 from rollmill.model.route_record import RouteRecord, RouteShape
 from rollmill.records import Window
 

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 from stub_replica import DEMO
 
 from rollmill.chat.format import ChatFormat
-from rollmill.gateway.episode import Episode
+from rollmill.gateway.front.keys import KeyRing
+from rollmill.gateway.front.run import GatewayServer, start_gateway
 from rollmill.gateway.gateway import Gateway
-from rollmill.gateway.keys import KeyRing
 from rollmill.gateway.replicas import Replicas
-from rollmill.gateway.run import GatewayServer, start_gateway
+from rollmill.gateway.sessions.episode import Episode
 from rollmill.model.tokenizer import Tokenizer
 from rollmill.telemetry import Waits
 

@@ -11,8 +11,8 @@ import anthropic
 import pytest
 from dialect_worlds import World, calling, scripted
 
-from rollmill.gateway.anthropic import Messages
-from rollmill.gateway.keys import KeyRing, KeySpec, digest_of
+from rollmill.gateway.dialects.anthropic import Messages
+from rollmill.gateway.front.keys import KeyRing, KeySpec, digest_of
 
 LS: Any = {"name": "ls", "description": "list", "input_schema": {"type": "object", "properties": {"path": {"type": "string"}}}}
 HI: Any = [{"role": "user", "content": "hi"}]

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from wire_worlds import ENVELOPE, HEX, answer_of, answers, call_ids, message_of, read_sse, streamed
 
 from rollmill.chat.messages import Call, ChatMessage, ChatRole, Tool
-from rollmill.gateway.anthropic import Messages
-from rollmill.gateway.anthropic_input import MessagesCall, call_id_of, use_id
 from rollmill.gateway.call import Answer, Finish, ToolChoice
+from rollmill.gateway.dialects.anthropic import Messages
+from rollmill.gateway.dialects.anthropic_input import MessagesCall, call_id_of, use_id
 from rollmill.web import ApiError
 
 DIALECT = Messages()

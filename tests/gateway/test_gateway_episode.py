@@ -17,8 +17,8 @@ from gateway_fakes import CHAT, DEMO, TOKENIZER, answer, tool, user
 from rollmill.chat.format import ChatFormat
 from rollmill.chat.messages import ChatMessage, ChatRole, Tool
 from rollmill.engine.protocol import FinishReason
-from rollmill.gateway.episode import Episode
-from rollmill.gateway.placement import EpisodeClosed, EpisodeFull, PlaceKind, Placement
+from rollmill.gateway.sessions.episode import Episode
+from rollmill.gateway.sessions.placement import EpisodeClosed, EpisodeFull, PlaceKind, Placement
 from rollmill.model.tokenizer import Tokenizer
 from rollmill.records import Window
 

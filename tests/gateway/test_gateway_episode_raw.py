@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from rollmill.chat.messages import ChatMessage, ChatRole
 from rollmill.engine.protocol import FinishReason
-from rollmill.gateway.episode import Episode
-from rollmill.gateway.placement import PlaceKind, Placement
-from rollmill.gateway.prefixes import Prefixes, num_shared
+from rollmill.gateway.sessions.episode import Episode
+from rollmill.gateway.sessions.placement import PlaceKind, Placement
+from rollmill.gateway.sessions.prefixes import Prefixes, num_shared
 
 END = TOKENIZER.encode("<|im_end|>")[0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from gateway_fakes import CHAT, user
 
-from rollmill.gateway.episodes import Episodes
+from rollmill.gateway.sessions.episodes import Episodes
 
 
 class Clock:

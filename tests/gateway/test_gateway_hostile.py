@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from live_gateway import LiveGateway, wait_until
 from stub_replica import StubReplica
 
-from rollmill.gateway import edge
-from rollmill.gateway.model_call import Limits
+from rollmill.gateway.front import edge
+from rollmill.gateway.front.model_call import Limits
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 GOOD = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

@@ -9,8 +9,8 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollmill.gateway.keys import Bucket, Grant, KeyRing, KeySpec, digest_of, key_of, read_keys, ring_from
-from rollmill.gateway.run import check_loopback
+from rollmill.gateway.front.keys import Bucket, Grant, KeyRing, KeySpec, digest_of, key_of, read_keys, ring_from
+from rollmill.gateway.front.run import check_loopback
 from rollmill.web import ApiError
 
 SECRET = b"s" * 32

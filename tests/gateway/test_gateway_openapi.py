@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import checks
 
-from rollmill.gateway.openapi import ENDPOINTS, EPISODE_PREFIX, EXAMPLES, openapi_json
+from rollmill.gateway.dialects.openapi import ENDPOINTS, EPISODE_PREFIX, EXAMPLES, openapi_json
 
 CHECKS = [
     checks.not_a_server_error,

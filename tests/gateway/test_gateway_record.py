@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 
 from rollmill.chat.messages import Call, ChatMessage, ChatRole, Tool
 from rollmill.engine.protocol import FinishReason, GenerateReply, Timing, VersionSpan
-from rollmill.gateway import record as record_module
 from rollmill.gateway.call import ChatCall, Finish, TextCall, ToolChoice
-from rollmill.gateway.call_rows import (
+from rollmill.gateway.dialects.responses import Responses
+from rollmill.gateway.recording import record as record_module
+from rollmill.gateway.recording.call_rows import (
     MAX_CHAIN,
     NUM_BASES,
     Base,
@@ -34,9 +35,8 @@ from rollmill.gateway.call_rows import (
     decode_row,
     new_call_id,
 )
-from rollmill.gateway.record import SqliteRecorder, connect_calls
-from rollmill.gateway.recorded import open_episodes, prune, read_calls
-from rollmill.gateway.responses import Responses
+from rollmill.gateway.recording.record import SqliteRecorder, connect_calls
+from rollmill.gateway.recording.recorded import open_episodes, prune, read_calls
 
 DEADLINE_S = 20.0
 TOOL = Tool(name="ls", description="list", parameters={"type": "object", "properties": {"path": {"type": "string"}}})
@@ -259,7 +259,7 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_gateway_record import conversation
-from rollmill.gateway.record import SqliteRecorder
+from rollmill.gateway.recording.record import SqliteRecorder
 recorder = SqliteRecorder(Path({str(tmp_path)!r}))
 for record in conversation(400):
     recorder.put(record)

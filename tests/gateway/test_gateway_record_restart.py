@@ -11,9 +11,9 @@ import pytest
 from dialect_worlds import World, calling, scripted
 from live_gateway import wait_until
 
-from rollmill.gateway.episode import Episode
-from rollmill.gateway.placement import Sampling
-from rollmill.gateway.recorded import open_episodes, read_calls, rebuild, restore_episodes
+from rollmill.gateway.recording.recorded import open_episodes, read_calls, rebuild, restore_episodes
+from rollmill.gateway.sessions.episode import Episode
+from rollmill.gateway.sessions.placement import Sampling
 from rollmill.records import Window
 
 LS: Any = {"name": "ls", "input_schema": {"type": "object"}}

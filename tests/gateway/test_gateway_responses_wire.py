@@ -15,8 +15,8 @@ from wire_worlds import ENVELOPE, HEX, answer_of, answers, message_of, read_sse,
 
 from rollmill.chat.messages import Call, ChatMessage, ChatRole, Tool
 from rollmill.gateway.call import Answer, Finish, ToolChoice
-from rollmill.gateway.response_store import ResponseStore, StoredResponse, Turn
-from rollmill.gateway.responses import Responses, ResponsesCall
+from rollmill.gateway.dialects.response_store import ResponseStore, StoredResponse, Turn
+from rollmill.gateway.dialects.responses import Responses, ResponsesCall
 from rollmill.web import ApiError
 
 CALL = Call(id="call_1", name="ls", arguments='{"path": "."}')

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from rollmill.chat.messages import ChatMessage, ChatRole
 from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest
-from rollmill.gateway.episode import Episode
-from rollmill.gateway.placement import Placement
-from rollmill.gateway.session import Session
+from rollmill.gateway.sessions.episode import Episode
+from rollmill.gateway.sessions.placement import Placement
+from rollmill.gateway.sessions.session import Session
 from rollmill.model.route_record import RouteRecord, RouteShape
 from rollmill.records import Boundary, RunFailure, SourceSpan, Window
 

@@ -16,14 +16,14 @@ import pytest
 from live_gateway import LiveGateway, wait_until
 from stub_replica import StubReplica
 
-from rollmill.gateway.keys import KeyRing, KeySpec, digest_of
-from rollmill.gateway.model_call import Limits
+from rollmill.gateway.front.keys import KeyRing, KeySpec, digest_of
+from rollmill.gateway.front.model_call import Limits
+from rollmill.gateway.front.route import Incoming, Outgoing, Route, json_out
 from rollmill.gateway.pins import Pins
-from rollmill.gateway.placement import Sampling
-from rollmill.gateway.record import SqliteRecorder
-from rollmill.gateway.recorded import read_calls
-from rollmill.gateway.restore import kept_secret, restore
-from rollmill.gateway.route import Incoming, Outgoing, Route, json_out
+from rollmill.gateway.recording.record import SqliteRecorder
+from rollmill.gateway.recording.recorded import read_calls
+from rollmill.gateway.recording.restore import kept_secret, restore
+from rollmill.gateway.sessions.placement import Sampling
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 BODY = {"model": "policy", "messages": HELLO, "max_tokens": 64}

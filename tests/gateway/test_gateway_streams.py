@@ -233,7 +233,16 @@ def test_routes_that_the_same_version_computed_again_count() -> None:
         ((([4], 3, 3), ([4], None, None)), None),
         ((([4, 5], 1, 99),), 1),
     ],
-    ids=["computed again", "kept", "kept before the first token", "in the last part", "in the second", "first of two", "never came", "no reply"],
+    ids=[
+        "computed again",
+        "kept",
+        "kept before the first token",
+        "in the last part",
+        "in the second",
+        "first of two",
+        "never came",
+        "no reply",
+    ],
 )
 def test_staleness_is_what_the_parts_were_told(acts: tuple[tuple[list[int], int | None, int | None], ...], stale_from: int | None) -> None:
     async def work() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rollmill.chat.messages import Call, ChatMessage, ChatRole
 from rollmill.engine.protocol import VersionSpan
 from rollmill.gateway.call import Answer, Event, EventKind, Finish
-from rollmill.gateway.dialect import Envelope, StreamWriter
+from rollmill.gateway.dialects.dialect import Envelope, StreamWriter
 
 HEX = "0123456789abcdef0123456789abcdef"
 ENVELOPE = Envelope(id=HEX, created=1_700_000_000, model="policy", decode=lambda ids: "".join(chr(97 + i % 26) for i in ids))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollmill.chat.messages import Call, ChatMessage, ChatRole, Tool
-from rollmill.gateway.session import ContextFull, Reply
+from rollmill.gateway.sessions.session import ContextFull, Reply
 from rollmill.sandbox import ExecResult
 
 Said = str | Reply | Exception | Sequence[Call]

@@ -13,7 +13,7 @@ import pytest
 from harness_fakes import EchoBox, ScriptedSession, call, reply
 
 from rollmill.chat.messages import Call, ChatMessage, ChatRole
-from rollmill.gateway.session import Reply
+from rollmill.gateway.sessions.session import Reply
 from rollmill.harness import AgentRun, AgentSpec, BoxTools, FunctionTools, Limits, NoTools, Toolset, Turn, run_agent
 from rollmill.records import Boundary, RunFailure, StopReason, Task
 from rollmill.tasks.repo import RepoFamily

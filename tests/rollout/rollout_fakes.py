@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rollmill.config import RunConfig, parse_config
 from rollmill.engine.protocol import Pressure
-from rollmill.gateway.skew import Skew
+from rollmill.gateway.sessions.skew import Skew
 from rollmill.ledger import CheckpointRow, Ledger, Pacing, cut
 from rollmill.records import DropReason, Grade, GroupState, Role, StopReason, Task, Trace, Window
 from rollmill.rollout.dispatcher import Dispatcher

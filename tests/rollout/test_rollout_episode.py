@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rollout_fakes import FakeSession, finished
 
-from rollmill.gateway.skew import Skew
+from rollmill.gateway.sessions.skew import Skew
 from rollmill.harness import AgentRun, Limits
 from rollmill.ledger import Ledger
 from rollmill.records import Boundary, Grade, Role, RunFailure, StopReason, Task, Window

@@ -206,7 +206,7 @@ def test_the_package_itself_gives_the_same_conversation_the_same_reward() -> Non
 
         async def reply(self, new: Any, **options: Any) -> Any:
             from rollmill.chat.messages import Call, ChatMessage, ChatRole
-            from rollmill.gateway.session import Reply
+            from rollmill.gateway.sessions.session import Reply
 
             text, calls = self.left.pop(0)
             said = ChatMessage(role=ChatRole.ASSISTANT, text=text, calls=tuple(Call(id=i, name=n, arguments=a) for i, n, a in calls))

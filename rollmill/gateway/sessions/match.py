@@ -11,8 +11,8 @@ from typing import Generic, TypeVar
 import msgspec
 
 from rollmill.chat.messages import ChatMessage, ChatRole
-from rollmill.gateway.chain import Key, Keys
-from rollmill.gateway.graph import Prompt, Sample
+from rollmill.gateway.sessions.chain import Key, Keys
+from rollmill.gateway.sessions.graph import Prompt, Sample
 
 # Newest candidates looked at when ids disagree: clients that rewrite ids and repeat one request more often than this get a branch.
 MAX_CANDIDATES = 8

@@ -11,11 +11,11 @@ import msgspec
 from blake3 import blake3
 
 from rollmill.chat.messages import ChatMessage, ChatRole
-from rollmill.gateway.anthropic_input import CountRequest, MessagesCall, MessagesRequest, call_of, use_id
-from rollmill.gateway.blocks import Block, BlockKind, BlockWriter, blocks_of
 from rollmill.gateway.call import Answer, ChatCall, Event, Finish, TextCall
-from rollmill.gateway.dialect import Envelope, check_sampling, checked_stops, decode_body, sse
-from rollmill.gateway.response_store import ResponseStore, StoredResponse, Turn
+from rollmill.gateway.dialects.anthropic_input import CountRequest, MessagesCall, MessagesRequest, call_of, use_id
+from rollmill.gateway.dialects.blocks import Block, BlockKind, BlockWriter, blocks_of
+from rollmill.gateway.dialects.dialect import Envelope, check_sampling, checked_stops, decode_body, sse
+from rollmill.gateway.dialects.response_store import ResponseStore, StoredResponse, Turn
 from rollmill.web import ApiError
 
 _STOPS = {Finish.STOP: "end_turn", Finish.LENGTH: "max_tokens", Finish.CALLS: "tool_use"}

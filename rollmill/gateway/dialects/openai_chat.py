@@ -12,8 +12,8 @@ import msgspec
 
 from rollmill.chat.messages import Call, ChatMessage, ChatRole, Tool
 from rollmill.gateway.call import Answer, ChatCall, Event, EventKind, TextCall, ToolChoice
-from rollmill.gateway.dialect import MAX_TOP_LOGPROBS, Envelope, check_number, decode_body, openai_error
-from rollmill.gateway.openai_common import DONE, Sampled, SamplingFields, chat_logprobs, encode, usage, version_runs
+from rollmill.gateway.dialects.dialect import MAX_TOP_LOGPROBS, Envelope, check_number, decode_body, openai_error
+from rollmill.gateway.dialects.openai_common import DONE, Sampled, SamplingFields, chat_logprobs, encode, usage, version_runs
 from rollmill.web import ApiError
 
 _ROLES = {

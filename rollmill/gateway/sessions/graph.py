@@ -17,7 +17,7 @@ import numpy as np
 
 from rollmill.chat.messages import ChatMessage
 from rollmill.engine.protocol import GenerateReply, VersionSpan
-from rollmill.gateway.chain import Key
+from rollmill.gateway.sessions.chain import Key
 from rollmill.model.route_record import RouteRecord
 from rollmill.records import Boundary, RunFailure, SourceSpan
 

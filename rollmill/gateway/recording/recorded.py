@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rollmill.gateway.call import ChatCall, TextCall
-from rollmill.gateway.call_rows import Base, CallRecord, EpisodeRecord, Row, decode_row
-from rollmill.gateway.placement import Placement, Sampling
-from rollmill.gateway.record import connect_calls
+from rollmill.gateway.recording.call_rows import Base, CallRecord, EpisodeRecord, Row, decode_row
+from rollmill.gateway.recording.record import connect_calls
+from rollmill.gateway.sessions.placement import Placement, Sampling
 
 if TYPE_CHECKING:
-    from rollmill.gateway.episode import Episode
     from rollmill.gateway.gateway import Gateway
+    from rollmill.gateway.sessions.episode import Episode
 
 STATUS_CLIENT_GONE = 499
 

@@ -10,21 +10,21 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rollmill.gateway.anthropic import Messages
-from rollmill.gateway.dialect import Dialect
-from rollmill.gateway.dialect_routes import dialect_routes
-from rollmill.gateway.edge import EdgeServer
-from rollmill.gateway.episode import Episode
+from rollmill.gateway.dialects.anthropic import Messages
+from rollmill.gateway.dialects.dialect import Dialect
+from rollmill.gateway.dialects.openai_chat import OpenAIChat
+from rollmill.gateway.dialects.openai_text import OpenAIText
+from rollmill.gateway.dialects.openapi import openapi_json
+from rollmill.gateway.dialects.responses import Responses
+from rollmill.gateway.dialects.routes import dialect_routes
+from rollmill.gateway.front.edge import EdgeServer
+from rollmill.gateway.front.keys import KEYS_ENV, KeyRing
+from rollmill.gateway.front.model_call import Limits
+from rollmill.gateway.front.route import Incoming, Outgoing, Route
+from rollmill.gateway.front.server import GatewayApp
+from rollmill.gateway.front.service import Service, base_urls
 from rollmill.gateway.gateway import Gateway
-from rollmill.gateway.keys import KEYS_ENV, KeyRing
-from rollmill.gateway.model_call import Limits
-from rollmill.gateway.openai_chat import OpenAIChat
-from rollmill.gateway.openai_text import OpenAIText
-from rollmill.gateway.openapi import openapi_json
-from rollmill.gateway.responses import Responses
-from rollmill.gateway.route import Incoming, Outgoing, Route
-from rollmill.gateway.server import GatewayApp
-from rollmill.gateway.service import Service, base_urls
+from rollmill.gateway.sessions.episode import Episode
 from rollmill.web import bind
 
 SWEEP_S = 30.0

@@ -15,14 +15,14 @@ import msgspec
 
 from rollmill.gateway.answering import Answering
 from rollmill.gateway.call import ChatCall, TextCall
-from rollmill.gateway.call_rows import CallRecord
-from rollmill.gateway.dialect import Dialect, Envelope, StreamWriter
-from rollmill.gateway.episode import Episode
-from rollmill.gateway.exchange import Exchange
+from rollmill.gateway.dialects.dialect import Dialect, Envelope, StreamWriter
+from rollmill.gateway.front.exchange import Exchange
+from rollmill.gateway.front.keys import Grant
+from rollmill.gateway.front.metrics import Metrics
+from rollmill.gateway.front.replays import Kept, Replays, Scope
 from rollmill.gateway.gateway import Gateway
-from rollmill.gateway.keys import Grant
-from rollmill.gateway.metrics import Metrics
-from rollmill.gateway.replays import Kept, Replays, Scope
+from rollmill.gateway.recording.call_rows import CallRecord
+from rollmill.gateway.sessions.episode import Episode
 from rollmill.web import STATUS_CLIENT_GONE, ApiError, ClientGone
 
 KEEP_ALIVE = b": keep-alive\n\n"

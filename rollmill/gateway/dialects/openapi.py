@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from rollmill.gateway.anthropic_input import CountRequest, MessagesRequest
-from rollmill.gateway.dialect import MAX_CHOICES, MAX_TOKENS, MAX_TOP_LOGPROBS
-from rollmill.gateway.openai_chat import ChatRequest
-from rollmill.gateway.openai_text import TextRequest
-from rollmill.gateway.responses_input import ResponsesRequest
-from rollmill.gateway.service import OpenEpisode
+from rollmill.gateway.dialects.anthropic_input import CountRequest, MessagesRequest
+from rollmill.gateway.dialects.dialect import MAX_CHOICES, MAX_TOKENS, MAX_TOP_LOGPROBS
+from rollmill.gateway.dialects.openai_chat import ChatRequest
+from rollmill.gateway.dialects.openai_text import TextRequest
+from rollmill.gateway.dialects.responses_input import ResponsesRequest
+from rollmill.gateway.front.service import OpenEpisode
 
 Schema = dict[str, Any]
 JSON = "application/json"

@@ -11,16 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 from starlette.types import Receive, Scope, Send
 
-from rollmill.gateway.call_rows import new_call_id
-from rollmill.gateway.dialect import Dialect, openai_error
-from rollmill.gateway.episode import Episode
-from rollmill.gateway.exchange import Exchange, Header
+from rollmill.gateway.dialects.dialect import Dialect, openai_error
+from rollmill.gateway.front.exchange import Exchange, Header
+from rollmill.gateway.front.keys import Grant, KeyRing
+from rollmill.gateway.front.metrics import Metrics
+from rollmill.gateway.front.model_call import Limits, ModelCall
+from rollmill.gateway.front.replays import Replays
+from rollmill.gateway.front.route import Incoming, Outgoing, Route
 from rollmill.gateway.gateway import Gateway, closed_error
-from rollmill.gateway.keys import Grant, KeyRing
-from rollmill.gateway.metrics import Metrics
-from rollmill.gateway.model_call import Limits, ModelCall
-from rollmill.gateway.replays import Replays
-from rollmill.gateway.route import Incoming, Outgoing, Route
+from rollmill.gateway.recording.call_rows import new_call_id
+from rollmill.gateway.sessions.episode import Episode
 from rollmill.web import STATUS_CLIENT_GONE, ApiError, ClientGone
 
 log = logging.getLogger(__name__)

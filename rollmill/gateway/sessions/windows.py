@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollmill.gateway.graph import Graph, Prompt, Sample, path_of, routes_of
+from rollmill.gateway.sessions.graph import Graph, Prompt, Sample, path_of, routes_of
 from rollmill.records import SourceSpan, Window
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 
 from rollmill.chat.messages import ChatMessage, ChatRole
-from rollmill.gateway.blocks import Block, BlockKind, BlockWriter, blocks_of
 from rollmill.gateway.call import Answer, ChatCall, Event, Finish, TextCall
-from rollmill.gateway.dialect import Envelope, check_number, check_sampling, decode_body, openai_error, sse
-from rollmill.gateway.openai_common import Sampled, chat_logprobs
-from rollmill.gateway.response_store import ResponseStore, StoredResponse, Turn
-from rollmill.gateway.responses_input import (
+from rollmill.gateway.dialects.blocks import Block, BlockKind, BlockWriter, blocks_of
+from rollmill.gateway.dialects.dialect import Envelope, check_number, check_sampling, decode_body, openai_error, sse
+from rollmill.gateway.dialects.openai_common import Sampled, chat_logprobs
+from rollmill.gateway.dialects.response_store import ResponseStore, StoredResponse, Turn
+from rollmill.gateway.dialects.responses_input import (
     Item,
     ResponsesRequest,
     check_supported,

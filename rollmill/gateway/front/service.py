@@ -10,13 +10,13 @@ from urllib.parse import quote
 
 import msgspec
 
-from rollmill.gateway.call_rows import new_call_id
-from rollmill.gateway.episode import Episode
+from rollmill.gateway.front.keys import KeyRing
+from rollmill.gateway.front.metrics import Metrics
+from rollmill.gateway.front.route import Incoming, Outgoing, Route, json_out
 from rollmill.gateway.gateway import Gateway, closed_error
-from rollmill.gateway.keys import KeyRing
-from rollmill.gateway.metrics import Metrics
-from rollmill.gateway.placement import Sampling
-from rollmill.gateway.route import Incoming, Outgoing, Route, json_out
+from rollmill.gateway.recording.call_rows import new_call_id
+from rollmill.gateway.sessions.episode import Episode
+from rollmill.gateway.sessions.placement import Sampling
 from rollmill.web import ApiError
 
 HEALTH_S = 2.0

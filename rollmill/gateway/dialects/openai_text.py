@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from rollmill.gateway.call import Answer, ChatCall, Event, EventKind, TextCall
-from rollmill.gateway.dialect import MAX_CHOICES, Envelope, check_number, decode_body, openai_error
-from rollmill.gateway.openai_common import DONE, Sampled, SamplingFields, encode, text_logprobs, usage, version_runs
+from rollmill.gateway.dialects.dialect import MAX_CHOICES, Envelope, check_number, decode_body, openai_error
+from rollmill.gateway.dialects.openai_common import DONE, Sampled, SamplingFields, encode, text_logprobs, usage, version_runs
 from rollmill.web import ApiError
 
 DEFAULT_TOKENS = 16

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rollmill.gateway.dialect import openai_error
+from rollmill.gateway.dialects.dialect import openai_error
 
 
 class Incoming(msgspec.Struct, frozen=True, kw_only=True):

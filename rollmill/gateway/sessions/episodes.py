@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rollmill.chat.format import ChatFormat
-from rollmill.gateway.episode import Episode
+from rollmill.gateway.sessions.episode import Episode
 
 IDLE_S = 3600.0
 MAX_OPEN = 65_536

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from rollmill.chat.messages import ChatMessage, Tool
-from rollmill.gateway.anthropic import Messages
+from rollmill.gateway.dialects.anthropic import Messages
+from rollmill.gateway.dialects.responses import Responses
+from rollmill.gateway.front.route import Incoming, Outgoing, Route
 from rollmill.gateway.gateway import INLINE_CHARS, Gateway
-from rollmill.gateway.responses import Responses
-from rollmill.gateway.route import Incoming, Outgoing, Route
 from rollmill.web import ApiError
 
 

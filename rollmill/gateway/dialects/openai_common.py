@@ -9,7 +9,7 @@ import msgspec
 
 from rollmill.engine.protocol import MAX_SEED
 from rollmill.gateway.call import Answer, Event, TopLogprob
-from rollmill.gateway.dialect import MAX_CHOICES, MAX_TOKENS, Envelope, check_number, check_sampling, checked_stops
+from rollmill.gateway.dialects.dialect import MAX_CHOICES, MAX_TOKENS, Envelope, check_number, check_sampling, checked_stops
 from rollmill.web import ApiError
 
 DONE = b"data: [DONE]\n\n"

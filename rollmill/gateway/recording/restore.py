@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from rollmill.gateway.gateway import Gateway
-from rollmill.gateway.placement import Sampling
-from rollmill.gateway.record import CALLS_NAME
-from rollmill.gateway.recorded import open_episodes, read_calls, rebuild
+from rollmill.gateway.recording.record import CALLS_NAME
+from rollmill.gateway.recording.recorded import open_episodes, read_calls, rebuild
+from rollmill.gateway.sessions.placement import Sampling
 
 SECRET_NAME = "episode_secret"
 SECRET_BYTES = 32

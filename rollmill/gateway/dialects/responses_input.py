@@ -14,8 +14,8 @@ from msgspec import Meta
 
 from rollmill.chat.messages import Call, ChatMessage, ChatRole, Tool
 from rollmill.gateway.call import ToolChoice
-from rollmill.gateway.described import one_of
-from rollmill.gateway.dialect import MAX_TOKENS, MAX_TOP_LOGPROBS
+from rollmill.gateway.dialects.described import one_of
+from rollmill.gateway.dialects.dialect import MAX_TOKENS, MAX_TOP_LOGPROBS
 from rollmill.web import ApiError
 
 _ITEM_ID = re.compile(r"(?:msg|fc|rs)_([0-9a-f]{32})[0-9a-f]{4}")

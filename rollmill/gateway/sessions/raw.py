@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollmill.gateway.graph import Graph, Prompt, Sample, ids_before
-from rollmill.gateway.prefixes import Prefixes, num_shared
+from rollmill.gateway.sessions.graph import Graph, Prompt, Sample, ids_before
+from rollmill.gateway.sessions.prefixes import Prefixes, num_shared
 from rollmill.model.tokenizer import Tokenizer
 
 Found = tuple[Prompt | None, Sample | None, int, Sequence[int]]

@@ -6,8 +6,8 @@ from enum import StrEnum
 
 import msgspec
 
-from rollmill.gateway.chain import Key
-from rollmill.gateway.graph import Prompt
+from rollmill.gateway.sessions.chain import Key
+from rollmill.gateway.sessions.graph import Prompt
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,9 +15,9 @@ from msgspec import Meta
 
 from rollmill.chat.messages import Call, ChatMessage, ChatRole, Tool
 from rollmill.gateway.call import ChatCall, ToolChoice
-from rollmill.gateway.described import one_of
-from rollmill.gateway.dialect import MAX_TOKENS
-from rollmill.gateway.response_store import StoredResponse, Turn
+from rollmill.gateway.dialects.described import one_of
+from rollmill.gateway.dialects.dialect import MAX_TOKENS
+from rollmill.gateway.dialects.response_store import StoredResponse, Turn
 from rollmill.web import ApiError
 
 _CALL_ID = re.compile(r"call_([0-9a-f]{24})")

@@ -17,15 +17,15 @@ from blake3 import blake3
 from rollmill.chat.format import ChatFormat
 from rollmill.chat.messages import ChatMessage, ChatRole, Tool
 from rollmill.engine.protocol import GenerateReply, VersionSpan
-from rollmill.gateway.chain import Key
 from rollmill.gateway.continuing import sources_of
-from rollmill.gateway.graph import Graph, Prompt, Sample, ids_before, path_of, routed_before, routes_in
-from rollmill.gateway.match import Book
-from rollmill.gateway.placement import COUNTED_AS, EpisodeClosed, EpisodeFull, PlaceKind, Placement, Sampling
-from rollmill.gateway.prefixes import num_shared
-from rollmill.gateway.raw import RawBook
-from rollmill.gateway.skew import Skew, skew_of
-from rollmill.gateway.windows import windows_of
+from rollmill.gateway.sessions.chain import Key
+from rollmill.gateway.sessions.graph import Graph, Prompt, Sample, ids_before, path_of, routed_before, routes_in
+from rollmill.gateway.sessions.match import Book
+from rollmill.gateway.sessions.placement import COUNTED_AS, EpisodeClosed, EpisodeFull, PlaceKind, Placement, Sampling
+from rollmill.gateway.sessions.prefixes import num_shared
+from rollmill.gateway.sessions.raw import RawBook
+from rollmill.gateway.sessions.skew import Skew, skew_of
+from rollmill.gateway.sessions.windows import windows_of
 from rollmill.model.route_record import RouteShape
 from rollmill.records import Boundary, RunFailure, SourceSpan, Window
 

@@ -10,11 +10,11 @@ import msgspec
 from rollmill.chat.messages import ChatMessage, Tool
 from rollmill.engine.client import EngineRejected
 from rollmill.engine.protocol import FinishReason, GenerateRequest
-from rollmill.gateway.episode import Episode
-from rollmill.gateway.graph import Sample
-from rollmill.gateway.placement import Sampling
 from rollmill.gateway.replicas import NoAnswer, Replicas
-from rollmill.gateway.windows import window_of
+from rollmill.gateway.sessions.episode import Episode
+from rollmill.gateway.sessions.graph import Sample
+from rollmill.gateway.sessions.placement import Sampling
+from rollmill.gateway.sessions.windows import window_of
 from rollmill.records import Boundary, RunFailure, Window
 
 # Ends that are our own doing: what was sampled until then is no turn of the policy.

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rollmill.gateway.graph import Sample
-from rollmill.gateway.prefixes import num_shared
+from rollmill.gateway.sessions.graph import Sample
+from rollmill.gateway.sessions.prefixes import num_shared
 from rollmill.model.tokenizer import Tokenizer
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from rollmill.gateway.call_rows import CALLS_SCHEMA, CallRecord, EpisodeRecord, Row, RowEncoder
+from rollmill.gateway.recording.call_rows import CALLS_SCHEMA, CallRecord, EpisodeRecord, Row, RowEncoder
 
 CALLS_NAME = "calls.db"
 MAX_QUEUE = 4096

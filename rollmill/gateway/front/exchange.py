@@ -13,8 +13,8 @@ from urllib.parse import unquote
 
 from starlette.types import Receive, Scope, Send
 
-from rollmill.gateway.edge import ABORT
-from rollmill.gateway.keys import key_of
+from rollmill.gateway.front.edge import ABORT
+from rollmill.gateway.front.keys import key_of
 from rollmill.web import ApiError, ClientGone
 
 SESSION_HEADERS = (b"x-multi-turn-session-id", b"x-session-affinity")

@@ -1,0 +1,1 @@
+"""Wire formats: each turns bodies into calls and answers into bytes, without I/O."""

@@ -1,0 +1,1 @@
+"""The HTTP server: connections, keys, limits, and one model call over them."""
