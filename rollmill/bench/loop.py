@@ -137,7 +137,8 @@ async def success_of(config: RunConfig, run_dir: Path, version: int, num_heldout
     )
     url = f"http://127.0.0.1:{await asyncio.wait_for(ready, 60.0)}"
     waits = Waits()
-    gateway, sandboxes = Gateway(ChatFormat(Tokenizer(config.model.path)), Replicas(lambda: [url], waits)), open_backend(config.rollout.sandbox)
+    gateway = Gateway(ChatFormat(Tokenizer(config.model.path)), Replicas(lambda: [url], waits))
+    sandboxes = open_backend(config.rollout.sandbox)
     r, family = config.rollout, open_family(config.tasks.family)
     limits = msgspec.structs.replace(limits_of(config), tool_latency_s=(0.0, 0.0))
     source = TaskSource(family, split="heldout", seed=config.run.seed, kinds=config.tasks.kinds, levels=config.tasks.levels)

@@ -95,8 +95,9 @@ class ChatFormat:
         streams_calls: bool = False,
     ) -> AnswerReader:
         """`has_tools`: calls are looked for, even when no tool is given. `tools` tell the types of arguments where the format does not.
-        `prompt_ids`: whether the prompt has opened the reasoning is read from its end, not taken from the template. `mint` gives ids to calls: `MintedIds` where
-        a seed is known. `streams_calls`: arguments of known tools are shown while they are written."""
+        `prompt_ids`: whether the prompt has opened the reasoning is read from its end, not taken from the template.
+        `mint` gives calls their ids: `MintedIds` where a seed is known.
+        `streams_calls`: arguments of calls of `tools` are shown while they are written, where the format allows it."""
         is_thinking = self._is_thinking
         if prompt_ids and self.thinking is not None:
             is_thinking = self._opens_thinking(self.tokenizer.decode(prompt_ids[-_NUM_TAIL:]))

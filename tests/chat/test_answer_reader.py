@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -10,6 +11,7 @@ from chat_worlds import ADD, LS, Bytes, counting_ids, pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollmill.chat.call_ids import MintedIds
 from rollmill.chat.messages import Call, ChatMessage, ChatRole
 from rollmill.chat.reader import AnswerReader, Bit, BitKind, Thinking
 from rollmill.chat.tool_formats import FORMATS
@@ -17,10 +19,16 @@ from rollmill.chat.tool_formats import FORMATS
 STOP = 7
 THINK = Thinking("<think>", "</think>")
 REAL = [f for f in FORMATS if f != "none"]
+STREAMED = [f for f in REAL if FORMATS[f].streamed is not None]
 
 
 def reader(
-    form: str | None = None, *, thinking: Thinking | None = None, is_thinking: bool = False, stops: Sequence[str] = ()
+    form: str | None = None,
+    *,
+    thinking: Thinking | None = None,
+    is_thinking: bool = False,
+    stops: Sequence[str] = (),
+    streams_calls: bool = False,
 ) -> AnswerReader:
     return AnswerReader(
         Bytes(),
@@ -31,6 +39,7 @@ def reader(
         thinking=thinking,
         is_thinking=is_thinking,
         mint=counting_ids(),
+        streams_calls=streams_calls,
     )
 
 
@@ -68,12 +77,13 @@ SHREDS = [
     form=st.sampled_from([None, *REAL]),
     thinks=st.sampled_from([None, False, True]),
     stops=st.sampled_from([(), ("STOP",), ("STOP", "\n\n")]),
+    streams=st.booleans(),
 )
 def test_any_cut_of_the_tokens_gives_the_same_message(
-    shreds: list[str], cuts: list[int], form: str | None, thinks: bool | None, stops: tuple[str, ...]
+    shreds: list[str], cuts: list[int], form: str | None, thinks: bool | None, stops: tuple[str, ...], streams: bool
 ) -> None:
     ids = "".join(shreds).encode()
-    how = {"thinking": None if thinks is None else THINK, "is_thinking": bool(thinks), "stops": stops}
+    how = {"thinking": None if thinks is None else THINK, "is_thinking": bool(thinks), "stops": stops, "streams_calls": streams}
     whole = read("".join(shreds), form, **how)
     cut, bits = reader(form, **how), []  # type: ignore[arg-type]
     for piece in pieces(ids, cuts):
@@ -240,3 +250,105 @@ def test_end_of_turn_is_no_text_unless_something_follows() -> None:
     more.feed([65, STOP])
     more.feed([66, STOP], last=True)
     assert more.message().text == f"A{chr(STOP)}B"
+
+
+def actionable(message: ChatMessage) -> list[tuple[str, object]]:
+    """Calls that a client can act on."""
+    out = []
+    for call in message.calls:
+        try:
+            out.append((call.name, json.loads(call.arguments)))
+        except ValueError:
+            continue
+    return out
+
+
+BODY = [
+    *('{"path": "a"}', '"path": "', "\u20ac", "b", '"', "\\", "\\n", "{", "}", "[1, ", "]", ", ", ": ", "NaN", "\n", "</tool", "STOP"),
+    *('"arguments": {}', '"name": "add"', "<END>", "<NEXT>"),
+]
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(
+    form=st.sampled_from(STREAMED),
+    body=st.lists(st.sampled_from(BODY), max_size=8),
+    cuts=st.lists(st.integers(0, 400), max_size=12),
+    stops=st.sampled_from([(), ("STOP",)]),
+)
+def test_calls_shown_while_written_are_those_read_when_whole(form: str, body: list[str], cuts: list[int], stops: tuple[str, ...]) -> None:
+    begin, _, end = FORMATS[form].write([Call(id="", name="ls", arguments="SPLIT")]).partition("SPLIT")
+    text = f"so {begin}{''.join(body)}{end}".replace("<END>", end).replace("<NEXT>", end + begin)
+    cut, bits = reader(form, stops=stops, streams_calls=True), []
+    for piece in pieces(text.encode(), cuts):
+        bits += cut.feed(piece)
+    bits += cut.feed((), last=True)
+    at_once = read(text, form, stops=stops, streams_calls=True)
+    when_whole = read(text, form, stops=stops)
+    assert cut.message() == at_once.message() == joined(bits) and cut.problems == at_once.problems
+    assert cut.message().key() == joined(bits).key() and cut.num_ended == len(cut.message().calls)
+    assert actionable(cut.message()) == actionable(when_whole.message())
+    if not cut.problems:
+        assert cut.message().key() == when_whole.message().key() and when_whole.problems == ()
+
+
+def test_arguments_are_shown_while_they_are_written() -> None:
+    out = reader("hermes", streams_calls=True)
+    assert out.feed(b'<tool_call>\n{"name": "ls", "arguments": ') == []
+    (call,) = out.feed(b"{")[:1]
+    assert (call.kind, call.name, call.text, out.num_ended) == (BitKind.CALL, "ls", "", 0)
+    assert [b.text for b in out.feed(b'"path": "a\\"')] == ['"path": "a\\"']
+    # The last brace waits until the call is known to be whole.
+    assert [b.text for b in out.feed(b'}b</tool"}}\n</tool_call')] == ['}b</tool"']
+    assert [(b.kind, b.text) for b in out.feed(b"> yes", last=True)] == [(BitKind.ARGUMENTS, "}"), (BitKind.TEXT, " yes")]
+    assert out.message().calls == (Call(id=call.call_id, name="ls", arguments='{"path": "a\\"}b</tool"}'),) and out.num_ended == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "shown", "problem"),
+    [
+        ('{"path": oops}}</tool_call>', '{"path": oops', "error: the tool call is not valid JSON: "),
+        ('{"path": "."}}}</tool_call>', '{"path": "."', "error: the tool call is not valid JSON: "),
+        ('{"path": "."}</tool_call>', '{"path": "."', "error: the tool call is not valid JSON: "),
+        ('{"path": "</tool_call>', '{"path": "', "error: the tool call is not valid JSON: "),
+        ('{}, "name": "rm"}</tool_call>', "{", "error: a tool call has one name and one object of arguments"),
+        ('{}, "arguments": {"path": 3}}</tool_call>', "{", "error: a tool call has one name and one object of arguments"),
+        ('{"path": "a', '{"path": "a', "error: the tool call ends before its </tool_call>"),
+        ('{"path": "a"}}', '{"path": "a"', "error: the tool call ends before its </tool_call>"),
+    ],
+)
+def test_shown_call_that_turns_out_malformed_stays_unfinished(body: str, shown: str, problem: str) -> None:
+    got = read(f'so <tool_call>{{"name": "ls", "arguments": {body}', "hermes", streams_calls=True)
+    message = got.message()
+    assert (message.text, [c.arguments for c in message.calls]) == ("so", [shown])
+    assert len(got.problems) == 1 and got.problems[0].startswith(problem)
+    # A client repeats what it was given.
+    assert ChatMessage(role=ChatRole.ASSISTANT, text="so", calls=message.calls).key() == message.key()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "rm", "arguments": {"path": ',
+        '<tool_call>{"arguments": {"path": ',
+        '<tool_call>{"name": "ls", "arguments": "',
+        '<tool_call>{"name": "ls", "parameters": {',
+        f'<tool_call>{" " * 2000}{{"name": "ls", "arguments": {{',
+    ],
+)
+def test_nothing_is_shown_of_what_may_be_no_call_of_a_known_tool(text: str) -> None:
+    out = reader("hermes", streams_calls=True)
+    assert out.feed(text.encode()) == []
+    assert "".join(b.text for b in out.feed((), last=True)) == text
+
+
+def test_ids_of_calls_follow_from_a_seed() -> None:
+    text = FORMATS["hermes"].write([Call(id="", name="ls", arguments="{}")] * 2)
+
+    def ids(seed_text: str) -> list[str]:
+        out = AnswerReader(Bytes(), tool_format=FORMATS["hermes"], mint=MintedIds(seed_text))
+        out.feed(text.encode(), last=True)
+        return [c.id for c in out.message().calls]
+
+    assert ids("1/e/0") == ids("1/e/0") and len({*ids("1/e/0"), *ids("1/e/1")}) == 4
+    assert all(re.fullmatch("call_[0-9a-f]{24}", i) for i in ids("1/e/0"))

@@ -93,7 +93,8 @@ def test_answer_of_a_killed_engine_goes_on_bit_for_bit(model: Path, victim: Vict
                 assert getattr(reply, name) == getattr(whole, name), name
             assert whole.routes and [i for p in pieces for i in p.token_ids] == whole.token_ids
             first, second = sources_of(reply)
-            assert 0 == first.start < first.end == second.start < second.end == len(whole.token_ids) and second.replica == "heir"
+            assert 0 == first.start < first.end == second.start < second.end == len(whole.token_ids)
+            assert (first.replica, second.replica) == ("victim", "heir") and reply.num_reused == 0
         finally:
             await replicas.close()
 
