@@ -88,10 +88,14 @@ class Gate:
 
     def __init__(self, engine: Engine) -> None:
         self._steps, self._is_open = threading.Semaphore(0), False
+        self.is_waiting = False
+        """Whether a step waits for leave."""
         compute = engine._forward.compute
 
         def gated(step: Any) -> Any:
+            self.is_waiting = True
             assert self._is_open or self._steps.acquire(timeout=DEADLINE_S), "no step was allowed"
+            self.is_waiting = False
             return compute(step)
 
         engine._forward.compute = gated  # type: ignore[method-assign]
@@ -134,8 +138,9 @@ def rename(engine: Engine, version: int) -> None:
 
 async def swap_beneath(engine: Engine, gate: Gate, version: int, *, num_steps: int | None) -> None:
     """Swap while the engine waits for leave to take its next step, and then let it take so many, or all."""
+    await until(lambda: gate.is_waiting, "the engine waits for leave")
     offered = asyncio.create_task(asyncio.to_thread(rename, engine, version))
-    await until(lambda: engine._inbox.has_offer or engine.version == version, "the swap is offered")
+    await until(lambda: engine._inbox.has_offer, "the swap is offered")
     gate.open() if num_steps is None else gate.allow(num_steps)
     await offered
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from rollmill.engine.engine import Engine
 from rollmill.engine.protocol import Constraint, ConstraintKind, FinishReason, GenerateReply, GenerateRequest, Piece, SwapMode, VersionSpan
 from rollmill.engine.replies import piece_of, reply_of
 from rollmill.engine.scheduler import Sequence
+from rollmill.gateway import replicas as replicas_module
 from rollmill.gateway.continuing import Gathered, sources_of
 from rollmill.gateway.replicas import Replicas
 from rollmill.records import SourceSpan
@@ -41,6 +43,11 @@ SCHEMA = Constraint(
 @pytest.fixture(autouse=True)
 def every_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replies, "PIECE_S", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas_module, "RETRY_S", 0.002)
 
 
 def ask(**fields: Any) -> GenerateRequest:
@@ -126,7 +133,7 @@ def test_constrained_answer_that_broke_anywhere_is_the_unbroken_one(tmp_path: Pa
 
 @asynccontextmanager
 async def stepped(**options: Any) -> AsyncIterator[tuple[Engine, Gate, str]]:
-    async with served(tiny_model(), **options) as (engine, url):
+    async with served(tiny_model(), replica="one", **options) as (engine, url):
         gate = Gate(engine)
         try:
             yield engine, gate, url
@@ -178,7 +185,7 @@ def test_answer_that_broke_behind_a_swap_is_as_stale_as_the_unbroken_one(mode: S
 def test_answer_that_broke_before_a_swap_is_as_stale_as_the_unbroken_one(mode: SwapMode) -> None:
     async def work() -> None:
         async with stepped() as (_, first, url), stepped(swap_mode=mode) as (engine, gate, heir):
-            first.open()
+            first.allow(3)
             gate.allow(2)
             same(await read(url, 3, ask(), swap_at(engine, gate, 5), heir=heir), await unbroken(mode))
 
@@ -234,7 +241,7 @@ def test_pieces_cut_anywhere_gather_to_the_reply(seed: int, num: int, num_cuts: 
     whole = reply_of(seq, "r")
     edges = sorted({0, num, *(s.end for s in seq.spans), *(rng.randint(0, num) for _ in range(num_cuts))})
     gathered = Gathered()
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         gathered.add(piece_of(seq, start, end, version=int(whole.versions_T[start]), replica="r"))
     reply = gathered.reply(FinishReason.LENGTH, seed=seed, timing=whole.timing)
     same(reply, whole)
