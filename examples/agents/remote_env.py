@@ -3,7 +3,8 @@
     pip install starlette uvicorn openai httpx
     uvicorn remote_env:app --port 8900        # then: [agent] kind = "remote", url = "http://127.0.0.1:8900"
 
-The agent here answers with one message and is paid for being brief; put your product in its place.
+The agent here answers with one message and is paid for being brief; put your product in its place. Give an agent that runs what the
+model writes the `api_key` alone: whoever has the `status_key` can report a reward.
 """
 
 import asyncio
@@ -40,7 +41,7 @@ async def episode(job: dict) -> None:
     except Exception as error:  # noqa: BLE001 - whatever breaks here is a failure of ours, never the policy's
         status = {"status": "failed", "error": f"{type(error).__name__}: {error}", "boundary": "harness"}
     statuses[job["rollout_id"]] = status
-    async with httpx.AsyncClient(headers={"authorization": f"Bearer {job['api_key']}"}) as http:
+    async with httpx.AsyncClient(headers={"authorization": f"Bearer {job['status_key']}"}) as http:
         for _ in range(30):
             with contextlib.suppress(httpx.TransportError):
                 told = await http.post(job["status_url"], json=status)

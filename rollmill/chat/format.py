@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 from rollmill.chat.call_ids import random_call_id
+from rollmill.chat.encoding import Encoding
 from rollmill.chat.messages import Call, ChatMessage, ChatRole, Tool
 from rollmill.chat.reader import AnswerReader, Thinking
 from rollmill.chat.template import Turns, user
 from rollmill.chat.text_stream import TextStream
 from rollmill.chat.tool_formats import ToolFormat, open_format
-from rollmill.chat.tool_grammar import answer_lark
+from rollmill.chat.tool_grammar import answer_lark, json_text
 from rollmill.engine.protocol import Constraint, ConstraintKind
 from rollmill.model.tokenizer import Tokenizer
 
@@ -29,6 +29,8 @@ class ChatFormat:
     def __init__(self, tokenizer: Tokenizer, *, tool_format: str = "auto", options: Mapping[str, Any] = {}) -> None:
         """`options` are the template's own switches, such as `enable_thinking`."""
         self.tokenizer = tokenizer
+        self.encoding = Encoding(tokenizer)
+        """How prompts are encoded: what was sent before costs nothing."""
         self.options = dict(options)
         source = tokenizer.chat_template.text(has_tools=True)
         self.tool_format: ToolFormat = open_format(tool_format, source)
@@ -41,8 +43,12 @@ class ChatFormat:
     def first(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[int]:
         """Prompt ids of a whole conversation, ending with the opening of the assistant's turn, or with what the client has begun to say
         in its name."""
+        return self.encoding.encode(self.prompt_text(messages, tools))
+
+    def prompt_text(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> str:
+        """What `first` encodes."""
         messages, begun = _split_begun(messages)
-        return self.tokenizer.encode(self.turns.opening(messages, tools) + self.tokenizer.neutral(begun))
+        return self.turns.opening(messages, tools) + self.tokenizer.neutral(begun)
 
     def after(
         self, history: Sequence[ChatMessage], last_id: int | None, new: Sequence[ChatMessage], tools: Sequence[Tool] = ()
@@ -52,7 +58,7 @@ class ChatFormat:
         `history` ends just before the answer.
         """
         new, begun = _split_begun(new)
-        ids = self.tokenizer.encode(self.turns.after(history, new, tools) + self.tokenizer.neutral(begun))
+        ids = self.encoding.encode(self.turns.after(history, new, tools) + self.tokenizer.neutral(begun))
         # The policy has closed its turn itself: the template's closing token would be a second one.
         return ids[1:] if ids and ids[0] == last_id and last_id in self.tokenizer.stop_ids else ids
 
@@ -131,7 +137,7 @@ class ChatFormat:
     def json_grammar(self, schema: Mapping[str, Any], tools: Sequence[Tool] = (), *, parallel: bool = True) -> Constraint:
         """The answer must be JSON that follows `schema`, or calls of `tools` where there are some: an agent with both uses them first."""
         if self.thinking is None and not tools:
-            return Constraint(kind=ConstraintKind.JSON_SCHEMA, text=json.dumps(schema))
+            return Constraint(kind=ConstraintKind.JSON_SCHEMA, text=json_text(schema))
         return self._grammar(tools if self.tool_format.blocks else (), schema, parallel)
 
     def _grammar(self, tools: Sequence[Tool], schema: Mapping[str, Any] | None, parallel: bool) -> Constraint:

@@ -14,6 +14,13 @@ from rollmill.chat.reader import Thinking
 from rollmill.chat.tool_formats import MAYBE_NEWLINE, NUMBER, ToolFormat
 
 _ANYTHING = "/(?s:.*)/"
+# JSON allows white space without end, and a model that does not know what to say fills its answer with it.
+_BOUNDED = {"x-guidance": {"whitespace_pattern": r"\n? {0,12}"}}
+
+
+def json_text(schema: Mapping[str, Any]) -> str:
+    """A schema as the grammar takes it."""
+    return json.dumps({**_BOUNDED, **schema})
 
 
 class _Rules:
@@ -76,7 +83,7 @@ def answer_lark(
         more = [f"({between} {one})*"] if parallel else []
         ways.append(rules.add("calls", " ".join([*rules.atoms(tool_format.begin), one, *more, *rules.atoms(tool_format.end)])))
     if schema is not None:
-        ways.append(rules.add("answer", f"%json {json.dumps(schema)}"))
+        ways.append(rules.add("answer", f"%json {json_text(schema)}"))
     start = " | ".join(ways)
     if thinking is not None:
         thought = f"{rules.until('thought', thinking.closing)} /\\s*/"
@@ -90,7 +97,7 @@ def _call(rules: _Rules, tool_format: ToolFormat, tool: Tool, number: int) -> st
     head, tail = rules.atoms(tool_format.head_of(tool.name)), rules.atoms(tool_format.tail)
     if tool_format.parameter is None:
         schema = {"type": "object", **tool.parameters}
-        arguments = [rules.add(f"args_{number}", f"%json {json.dumps(schema)}")]
+        arguments = [rules.add(f"args_{number}", f"%json {json_text(schema)}")]
     else:
         arguments = _parameters(rules, tool_format.parameter, tool.parameters, number)
     return rules.add(f"call_{number}", " ".join([*head, *arguments, *tail]))
@@ -107,6 +114,6 @@ def _parameters(rules: _Rules, around: tuple[str, str], schema: Mapping[str, Any
         elif is_text_schema(value):
             rest = rules.until(f"text_{number}_{n}", around[1])
         else:
-            rest = f"{rules.add(f'json_{number}_{n}', f'%json {json.dumps(value)}')} {' '.join(rules.atoms(around[1]))}"
+            rest = f"{rules.add(f'json_{number}_{n}', f'%json {json_text(value)}')} {' '.join(rules.atoms(around[1]))}"
         out.append(f"({before} {rest}){'' if key in schema.get('required', []) else '?'}")
     return out

@@ -101,9 +101,13 @@ class Answering:
 
     @property
     def recorded(self) -> list[RecordedChoice]:
-        """The choices that ended, for whoever keeps a record; none when one did not, since those of a prompt belong together."""
-        done = [c.recorded for c in self._choices if c.recorded is not None]
-        return done if len(done) == len(self._choices) else []
+        """The choices that ended, for whoever keeps a record."""
+        return [c.recorded for c in self._choices if c.recorded is not None]
+
+    @property
+    def num_abandoned(self) -> int:
+        """Tokens of choices that did not end."""
+        return sum(len(c.ids) for c in self._choices if c.recorded is None)
 
     async def whole(self) -> list[Answer]:
         """Every choice, sampled to its end."""

@@ -5,6 +5,7 @@ Of a request that is ended early (a stop string, a second call where one was ask
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Protocol
 
 import msgspec
@@ -48,18 +49,18 @@ class Choice:
         """(first token, version) of every run of one version."""
         self.answer: Answer | None = None
         self.recorded: RecordedChoice | None = None
-        self._max_calls = 1 if isinstance(call, ChatCall) and not call.parallel_calls else None
+        self.may_be_cut = isinstance(call, ChatCall) and not call.parallel_calls
+        """It may make one call only, and is ended where it begins a second."""
         self._num_calls = 0
+        self._num_told = 0
+        """Tokens that events have told of."""
+        self._first_end: int | None = None
+        """Tokens through the end of the first call, where a second may be cut off: those behind it wait for what they turn out to be."""
         self.is_cut = False
-        """It began a second call and may make one only."""
-
-    @property
-    def may_be_cut(self) -> bool:
-        return self._max_calls is not None
 
     @property
     def has_enough(self) -> bool:
-        return self.reader.stopped or self.is_cut
+        return self.is_cut or self.reader.stopped
 
     def take(self, piece: Piece) -> list[Event]:
         """Tokens came: the events that they release."""
@@ -67,12 +68,11 @@ class Choice:
             return []
         if not self.runs or self.runs[-1][1] != piece.version:
             self.runs.append((len(self.ids), piece.version))
-        before = len(self.ids)
         self.ids += piece.token_ids
         self.logprobs += piece.logprobs
-        self.tops += piece.tops
-        bits = self._allowed(self.reader.feed(piece.token_ids))
-        return self._events(bits, before, self.reader.num_used if self.reader.stopped else len(self.ids))
+        if piece.tops:
+            self.tops += piece.tops
+        return self._events(self.reader.feed(piece.token_ids))
 
     def take_whole(self, reply: GenerateReply) -> None:
         """All of it came at once, and nobody waits for events."""
@@ -86,43 +86,47 @@ class Choice:
         before = len(self.ids)
         if before < len(reply.token_ids):
             self.ids, self.logprobs, self.tops = reply.token_ids, reply.logprobs_T.tolist(), reply.tops
-        bits = self._allowed(self.reader.feed(reply.token_ids[before:], last=True))
-        return self._events(bits, before, self.reader.num_used if self.reader.stopped else len(self.ids))
+        return self._events(self.reader.feed(reply.token_ids[before:], last=True), is_last=True)
+
+    def _events(self, bits: list[Bit], *, is_last: bool = False) -> list[Event]:
+        if self.may_be_cut:
+            bits = self._allowed(bits)
+        start, end = self._num_told, self._num_tellable(is_last)
+        self._num_told = end
+        if not bits:
+            return [self._told(EventKind.TOKENS, start, end)] if start < end else []
+        first = bits[0]
+        events = [self._told(_KINDS[first.kind], start, end, first.text, first.call_id, first.name)]
+        for bit in bits[1:]:
+            events.append(Event(index=self.index, kind=_KINDS[bit.kind], text=bit.text, call_id=bit.call_id, name=bit.name))
+        return events
+
+    def _told(self, kind: EventKind, start: int, end: int, text: str = "", call_id: str = "", name: str = "") -> Event:
+        return Event(
+            index=self.index,
+            kind=kind,
+            text=text,
+            call_id=call_id,
+            name=name,
+            token_ids=self.ids[start:end],
+            logprobs=self.logprobs[start:end],
+            tops=_tops(self.tops[start:end]) if self.tops else [],
+        )
 
     def _allowed(self, bits: list[Bit]) -> list[Bit]:
-        if self._max_calls is None:
-            return bits
+        if self._first_end is None and self.reader.num_ended:
+            self._first_end = self._find_first_end()
         for i, bit in enumerate(bits):
             self._num_calls += bit.kind is BitKind.CALL
-            if self._num_calls > self._max_calls:
+            if self._num_calls > 1:
                 self.is_cut = True
                 return bits[:i]
         return bits
 
-    def _events(self, bits: list[Bit], start: int, end: int) -> list[Event]:
-        if start >= end and not bits:
-            return []
-        events = []
-        for i, bit in enumerate(bits):
-            first = i == 0
-            events.append(
-                Event(
-                    index=self.index,
-                    kind=_KINDS[bit.kind],
-                    text=bit.text,
-                    call_id=bit.call_id,
-                    name=bit.name,
-                    token_ids=self.ids[start:end] if first else [],
-                    logprobs=self.logprobs[start:end] if first else [],
-                    tops=_tops(self.tops[start:end]) if first else [],
-                )
-            )
-        if not bits:
-            tokens, logprobs = self.ids[start:end], self.logprobs[start:end]
-            events.append(
-                Event(index=self.index, kind=EventKind.TOKENS, token_ids=tokens, logprobs=logprobs, tops=_tops(self.tops[start:end]))
-            )
-        return events
+    def _num_tellable(self, is_last: bool) -> int:
+        if self._first_end is not None and (self.is_cut or not is_last):
+            return max(self._num_told, self._first_end)
+        return self.reader.num_used if self.reader.stopped else len(self.ids)
 
     def reply_so_far(self) -> GenerateReply:
         """What the replica would have said, had it ended here: for a request that is ended by a stop string.
@@ -167,24 +171,32 @@ class Choice:
             replica=reply.replica,
         )
         self.recorded = RecordedChoice(
-            message=message, finish=self.answer.finish, stop_string=reader.stop_string, num_used=num_used, reply=reply
+            prompt=self.index // self.call.num_choices,
+            message=message,
+            finish=self.answer.finish,
+            stop_string=reader.stop_string,
+            num_used=num_used,
+            reply=reply,
         )
         return self.answer, message, num_used
 
     def _first_call(self, ids: list[int]) -> tuple[ChatMessage, int]:
-        """The shortest beginning that holds the first call whole, and what it says: a second was begun although one was asked for."""
-
-        def read(num: int) -> ChatMessage:
-            reader = self._source.reader(self.call, self.slot.request.prompt_ids)
-            reader.feed(ids[:num], last=True)
-            return reader.message()
-
-        low, high = 1, len(ids)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if read(middle).calls else (middle + 1, high)
+        """What the answer says up to the end of its first call, and how many tokens that takes."""
+        num = self._first_end if self._first_end is not None else len(ids)
+        reader = self._source.reader(self.call, self.slot.request.prompt_ids)
+        reader.feed(ids[:num], last=True)
         # The client was told of the call under the id that the first reading gave it.
-        return msgspec.structs.replace(read(low), calls=self.reader.message().calls[:1]), low
+        return msgspec.structs.replace(reader.message(), calls=self.reader.message().calls[:1]), num
+
+    def _find_first_end(self) -> int:
+        """The fewest tokens that hold a call whole."""
+
+        def is_whole(num: int) -> bool:
+            reader = self._source.reader(self.call, self.slot.request.prompt_ids)
+            reader.feed(self.ids[:num], last=num == len(self.ids))
+            return reader.num_ended > 0
+
+        return bisect_left(range(len(self.ids)), True, lo=1, key=is_whole)
 
 
 def _tops(rows: list[list[tuple[int, float]]]) -> list[list[TopLogprob]]:

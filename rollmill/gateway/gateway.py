@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -31,10 +32,13 @@ from rollmill.gateway.sessions.episode import Episode
 from rollmill.gateway.sessions.episodes import Episodes
 from rollmill.gateway.sessions.placement import EpisodeClosed, EpisodeFull, Placement, Sampling
 from rollmill.gateway.sessions.session import Session
+from rollmill.gateway.sessions.skew import Skew
 from rollmill.web import ApiError
 
 # Encoding a text of this many characters takes about a millisecond; longer ones leave the event loop.
 INLINE_CHARS = 10_000
+# Rendering takes a hundredth of that.
+RENDER_CHARS = 500_000
 # A template runs on whatever shapes the client sent; what it trips over is the client's to mend.
 _UNRENDERED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
@@ -67,6 +71,9 @@ class Gateway:
         self.episodes = Episodes(chat, wants_routes=wants_routes)
         self.ended_tally: Counter[str] = Counter()
         """What happened in the episodes that have ended, all together."""
+        self.ended_skew = Skew()
+        """How far the text of their answers is from their tokens."""
+        self._counting: set[asyncio.Task[None]] = set()
         self._stop_ids = sorted(chat.tokenizer.stop_ids)
         self._running: dict[str, set[Answering]] = {}
 
@@ -110,8 +117,15 @@ class Gateway:
 
     def _ended(self, episode: Episode) -> None:
         self.ended_tally += episode.tally
+        counting = asyncio.create_task(self._count_skew(episode))
+        self._counting.add(counting)
+        counting.add_done_callback(self._counting.discard)
         if self.recorder is not None:
             self.recorder.put(EpisodeRecord(key=episode.key, at=time.time(), is_open=False))
+
+    async def _count_skew(self, episode: Episode) -> None:
+        # Encoding all its answers again takes a while, and nobody else uses it any more.
+        self.ended_skew += await asyncio.to_thread(episode.skew)
 
     def watch(self, answering: Answering) -> None:
         if answering.episode is not None:
@@ -142,12 +156,13 @@ class Gateway:
             raise _unrendered(error) from error
         sampling = _sampling(call, episode)
         session = episode.key if episode is not None else _opening(call)
+        max_tokens = _max_tokens(call, episode)
         slots: list[Slot] = []
         for prompt in prompts:
             for _ in range(call.num_choices):
                 request = GenerateRequest(
                     prompt_ids=prompt.ids,
-                    max_tokens=call.max_tokens if call.max_tokens is not None else MAX_TOKENS,
+                    max_tokens=max_tokens,
                     temperature=sampling.temperature,
                     top_p=sampling.top_p,
                     top_k=sampling.top_k,
@@ -168,7 +183,7 @@ class Gateway:
         if not isinstance(call, ChatCall):
             return self.chat.text_reader(stops=call.stops)
         tools = call.tools if call.tool_choice is not ToolChoice.NONE else ()
-        return self.chat.reader(stops=call.stops, has_tools=bool(tools), tools=tools, prompt_ids=prompt_ids)
+        return self.chat.reader(stops=call.stops, has_tools=bool(tools), tools=tools, prompt_ids=prompt_ids, streams_calls=call.stream)
 
     async def version_of(self, model: str) -> int | None:
         """The weight version that a model name asks for; None: whichever is served. ApiError 404 for names that mean nothing."""
@@ -191,9 +206,13 @@ class Gateway:
         """What is sampled from. Within an episode this happens here and now, so that its graph has one owner."""
         if episode is not None:
             return [_Prompt(p.prompt_ids, p) for p in self._placed(call, episode)]
-        if _num_chars(call) <= INLINE_CHARS:
-            return self._rendered(call)
-        return await asyncio.to_thread(self._rendered, call)
+        if _num_chars(call) > RENDER_CHARS:
+            return await asyncio.to_thread(lambda: self._encoded(self._texts(call)))
+        texts = self._texts(call)
+        return self._encoded(texts) if self._is_quick(texts) else await asyncio.to_thread(self._encoded, texts)
+
+    def _texts(self, call: ChatCall | TextCall) -> Sequence[str | list[int]]:
+        return [self.chat.prompt_text(call.messages, call.tools)] if isinstance(call, ChatCall) else call.prompts
 
     @staticmethod
     def _placed(call: ChatCall | TextCall, episode: Episode) -> list[Placement]:
@@ -201,10 +220,14 @@ class Gateway:
             return [episode.place(call.messages, call.tools)]
         return [episode.place_text(p) if isinstance(p, str) else episode.place_ids(p) for p in call.prompts]
 
-    def _rendered(self, call: ChatCall | TextCall) -> list[_Prompt]:
-        if isinstance(call, ChatCall):
-            return [_Prompt(self.chat.first(call.messages, call.tools))]
-        return [_Prompt(self.chat.tokenizer.encode(p) if isinstance(p, str) else p) for p in call.prompts]
+    def _is_quick(self, texts: Sequence[str | list[int]]) -> bool:
+        """Whether encoding them takes a millisecond or two: they are short, or most of what they say was said before."""
+        if sum(len(t) for t in texts if isinstance(t, str)) <= INLINE_CHARS:
+            return True
+        return sum(self.chat.encoding.num_new(t) for t in texts if isinstance(t, str)) <= INLINE_CHARS
+
+    def _encoded(self, texts: Sequence[str | list[int]]) -> list[_Prompt]:
+        return [_Prompt(self.chat.encoding.encode(t) if isinstance(t, str) else t) for t in texts]
 
     @staticmethod
     def _seed(call: Ask, episode: Episode | None, index: int) -> int | None:
@@ -217,6 +240,7 @@ class Gateway:
         for running in list(self._running.values()):
             for answering in list(running):
                 answering.end(ApiError(503, "the gateway is shutting down", extra={"retryable": True}))
+        await asyncio.gather(*self._counting)
         await self.replicas.close()
         if self.recorder is not None:
             await self.recorder.close()
@@ -247,6 +271,12 @@ def _opening(call: ChatCall | TextCall) -> str:
     else:
         opening.update(msgspec.msgpack.encode(call.prompts[0][:256]))
     return opening.hexdigest(length=16)
+
+
+def _max_tokens(call: Ask, episode: Episode | None) -> int:
+    asked = MAX_TOKENS if call.max_tokens is None else call.max_tokens
+    most = episode.max_answer_tokens if episode is not None else None
+    return asked if most is None else min(asked, most)
 
 
 def _sampling(call: Ask, episode: Episode | None) -> Sampling:

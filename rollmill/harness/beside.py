@@ -68,9 +68,15 @@ class Scratch(msgspec.Struct, frozen=True, kw_only=True):
 @contextlib.asynccontextmanager
 async def scratch(task: Task) -> AsyncIterator[Scratch]:
     """A folder with the task's files, gone afterwards."""
-    made = Scratch(root=Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="rollmill-agent-")))
     try:
-        await asyncio.to_thread(_fill, made, task)
+        made = Scratch(root=Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="rollmill-agent-")))
+    except OSError as error:
+        raise RunFailure(Boundary.SANDBOX, f"no scratch folder could be made: {error}") from error
+    try:
+        try:
+            await asyncio.to_thread(_fill, made, task)
+        except (OSError, ValueError) as error:
+            raise RunFailure(Boundary.TASK, f"the files of {task.task_id} cannot be written: {error}") from error
         yield made
     finally:
         await asyncio.shield(asyncio.to_thread(_remove, made.root))
@@ -93,6 +99,10 @@ async def run_beside(program: Program, task: Task, endpoint: Endpoint, folders: 
     except OSError as error:
         tail.close()
         raise RunFailure(Boundary.HARNESS, f"the agent {argv[0]!r} cannot be started: {error}; look at agent.command") from error
+    except ValueError as error:
+        # A zero byte or half a character: no command line and no file can hold it.
+        tail.close()
+        raise RunFailure(Boundary.TASK, f"{task.task_id} cannot be told to a program: {error}") from error
     finally:
         os.close(write_fd)
     try:

@@ -108,12 +108,16 @@ def endpoint_inside(endpoint: Endpoint, episode: str) -> Endpoint:
 
 async def run_inside(program: Program, task: Task, endpoint: Endpoint, box: Sandbox, *, deadline: float) -> ProgramRun:
     """In the box, as its user, in its working directory; killed at `deadline` (`time.monotonic()`)."""
-    await box.write(TASK_FILE, task_facts(task))
     env = {**endpoint.environment(), "ROLLMILL_TASK": TASK_FILE, **program.env}
     argv = program.argv(task, task_file=TASK_FILE, model=endpoint.model)
-    result = await box.exec(
-        argv, timeout_s=max(0.01, deadline - time.monotonic()), stdin=program.input(task), env=env, max_output_bytes=KEPT_BYTES
-    )
+    try:
+        await box.write(TASK_FILE, task_facts(task))
+        result = await box.exec(
+            argv, timeout_s=max(0.01, deadline - time.monotonic()), stdin=program.input(task), env=env, max_output_bytes=KEPT_BYTES
+        )
+    except ValueError as error:
+        # A zero byte or half a character: no command line and no file can hold it.
+        raise RunFailure(Boundary.TASK, f"{task.task_id} cannot be told to a program: {error}") from error
     output = result.stdout.decode("utf-8", "replace")
     return ProgramRun(exit_code=result.exit_code, output=output, timed_out=result.timed_out, wall_s=result.wall_s)
 

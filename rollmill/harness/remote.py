@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import math
+import secrets
 import time
 from collections import OrderedDict
 from enum import StrEnum
@@ -15,6 +17,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from blake3 import blake3
 
 from rollmill.harness.program import Endpoint
 from rollmill.records import Boundary, RunFailure, Task
@@ -27,6 +30,12 @@ GONE_S = 30.0
 """A service that is asked for its status and cannot be reached for this long is taken for dead."""
 NUM_REMEMBERED = 4096
 """Ended episodes whose status may be reported again."""
+MAX_REWARD = 1e9
+"""Beyond this a reward overflows the arithmetic of a loss in float32."""
+MAX_ANSWER_BYTES = 32 << 20
+"""Of the service; as much as a report that is posted may have."""
+MAX_NOTE_CHARS = 2000
+"""Of what a service says in words; the rest is cut."""
 
 
 class RemoteStatus(StrEnum):
@@ -66,8 +75,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         if self.status is RemoteStatus.RUNNING:
             raise ValueError("status is 'running'; report one of finished, failed, cancelled, once")
         for name, value in (("reward", self.reward), *((f"parts.{k}", v) for k, v in self.parts.items())):
-            if value is not None and not math.isfinite(value):
-                raise ValueError(f"{name} is {value}; it must be a finite number")
+            if value is not None and not (math.isfinite(value) and abs(value) <= MAX_REWARD):
+                raise ValueError(f"{name} is {value}; it must be a finite number, at most {MAX_REWARD:g} either way")
 
 
 class Init(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +97,9 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str
     model: str
     status_url: str
-    """Where the terminal status is posted, with the api key."""
+    """Where the terminal status is posted."""
+    status_key: str
+    """Comes with the status, as `Authorization: Bearer`. It must stay with the service: an agent that has it can reward itself."""
     deadline_s: float
     """Seconds from now; later the episode is cancelled."""
     task: dict[str, Any]
@@ -100,6 +111,14 @@ class Reports:
     def __init__(self) -> None:
         self._open: dict[str, asyncio.Future[Report]] = {}
         self._ended: OrderedDict[str, Report | None] = OrderedDict()
+        self._secret = secrets.token_bytes(32)
+
+    def key(self, episode: str) -> str:
+        """By which the service shows that it is the one who reports. The key of the episode's model calls does not: agents have that."""
+        return f"rms-{blake3(episode.encode(), key=self._secret).hexdigest(length=16)}"
+
+    def is_key(self, episode: str, key: str) -> bool:
+        return hmac.compare_digest(key.encode("utf-8", "replace"), self.key(episode).encode())
 
     def open(self, episode: str) -> asyncio.Future[Report]:
         assert episode not in self._open, f"episode {episode} is open already"
@@ -216,10 +235,17 @@ class RemoteService:
             self._http = aiohttp.ClientSession(headers=self._headers, timeout=aiohttp.ClientTimeout(total=CALL_S))
         headers = {"content-type": "application/json"} if body is not None else {}
         async with self._http.request(method, self._url + path, data=body, headers=headers) as answer:
-            return answer.status, (await answer.read()).decode("utf-8", "replace")
+            read = bytearray()
+            async for chunk in answer.content.iter_any():
+                read += chunk
+                if len(read) > MAX_ANSWER_BYTES:
+                    raise RunFailure(Boundary.HARNESS, f"the service at {self._url} answered with more than {MAX_ANSWER_BYTES >> 20} MiB")
+            return answer.status, read.decode("utf-8", "replace")
 
 
-def init_of(task: Task, endpoint: Endpoint, *, run: str, process: str, episode: str, status_url: str, deadline: float) -> Init:
+def init_of(
+    task: Task, endpoint: Endpoint, *, run: str, process: str, episode: str, status_url: str, status_key: str, deadline: float
+) -> Init:
     rollout_id = f"{process}.{episode}"
     metadata = {"family": task.family, "kind": task.kind, "level": task.level, "split": task.split}
     return Init(
@@ -233,6 +259,7 @@ def init_of(task: Task, endpoint: Endpoint, *, run: str, process: str, episode: 
         api_key=endpoint.key,
         model=endpoint.model,
         status_url=status_url,
+        status_key=status_key,
         deadline_s=max(0.0, deadline - time.monotonic()),
         task={"task_id": task.task_id, "instruction": task.instruction, "files": task.files, "metadata": metadata},
     )
@@ -241,4 +268,5 @@ def init_of(task: Task, endpoint: Endpoint, *, run: str, process: str, episode: 
 def check_finished(report: Report) -> None:
     """RunFailure unless it ended well enough to be graded."""
     if report.status is not RemoteStatus.FINISHED:
-        raise RunFailure(report.boundary, f"the service reported {report.status}: {report.error or report.note or 'it gave no reason'}")
+        words = (report.error or report.note or "it gave no reason")[:MAX_NOTE_CHARS]
+        raise RunFailure(report.boundary, f"the service reported {report.status}: {words}")

@@ -35,8 +35,9 @@ class CallError(ValueError):
 
 
 class Toolset(Protocol):
-    """Tools of one episode. Three members are optional: `read_only`, names of calls that may run at the same time; `start()`, awaited
-    before the first turn, whose text (or None) is added to the last opening message; `facts()`, what the grader may want to know."""
+    """Tools of one episode. Four members are optional: `read_only`, names of calls that may run at the same time; `start()`, awaited
+    before the first turn, whose text (or None) is added to the last opening message; `facts()`, what the grader may want to know;
+    `close()`, awaited when the attempt fails, so that nobody grades it."""
 
     ends: frozenset[str]
     """Calls that end the episode once they succeed, such as `submit`."""
@@ -126,7 +127,10 @@ class FunctionTools:
         form = self._forms.get(name)
         if form is None:
             raise CallError(f"error: unknown tool {name[:40]!r}; tools: {', '.join(self._forms)}")
-        text = json.dumps(arguments, ensure_ascii=False)
+        try:
+            text = json.dumps(arguments, ensure_ascii=False)
+        except RecursionError as error:
+            raise CallError(f"error: {name} cannot take these arguments: they are nested too deeply") from error
         clean = _HALF.sub("\ufffd", text)
         try:
             found = form.adapter.validate_json(clean)

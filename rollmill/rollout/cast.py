@@ -60,25 +60,30 @@ async def players(
     door = HttpDoor(server, agent.host, agent.public_url)
     try:
         if agent.kind == "program":
-            yield lambda limits: _program(agent, family, gateway, door, sandboxes, waits)
+            yield lambda limits: _program(agent, limits, family, gateway, door, sandboxes, waits)
         else:
-            yield lambda limits: _remote(agent, config.run.dir.name, gateway, door, reports)
+            yield lambda limits: _remote(agent, limits, config.run.dir.name, gateway, door, reports)
     finally:
         await server.close()
 
 
 def status_route(reports: Reports) -> Route:
-    """`POST /e/{episode}/status`, with the episode's key."""
+    """`POST /e/{episode}/status`, with the key that only the service was told: an agent that has the model's cannot reward itself."""
 
     async def report(request: Incoming) -> Outgoing:
+        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not key:
+            return json_out({"status": 401, "message": "send the episode's status_key as `Authorization: Bearer`"}, 401)
+        if not reports.is_key(request.episode, key.strip()):
+            return json_out({"status": 403, "message": "this is not the episode's status_key; its api_key is for model calls only"}, 403)
         status, text = reports.post(request.episode, request.body)
         return json_out({"status": status, "message": text}, status)
 
-    return Route(method="POST", path="/status", handler=report)
+    return Route(method="POST", path="/status", handler=report, needs_key=False)
 
 
 def _program(
-    agent: AgentSection, family: TaskFamily, gateway: Gateway, door: Door, sandboxes: SandboxBackend, waits: Waits
+    agent: AgentSection, limits: Limits, family: TaskFamily, gateway: Gateway, door: Door, sandboxes: SandboxBackend, waits: Waits
 ) -> ProgramAgent:
     program = Program(command=agent.command, env=agent.env, stdin=agent.stdin, graded_exit_codes=agent.graded_exit_codes)
     return ProgramAgent(
@@ -90,6 +95,7 @@ def _program(
         waits,
         is_inside=agent.where == "inside",
         model=agent.model,
+        max_answer_tokens=limits.max_tokens_per_turn,
         time_s=agent.time_s,
         image=agent.image,
         site=agent.site,
@@ -97,9 +103,11 @@ def _program(
     )
 
 
-def _remote(agent: AgentSection, run: str, gateway: Gateway, door: Door, reports: Reports) -> RemoteAgent:
+def _remote(agent: AgentSection, limits: Limits, run: str, gateway: Gateway, door: Door, reports: Reports) -> RemoteAgent:
     key = os.environ.get(agent.key_env, "") if agent.key_env else ""
     if agent.key_env and not key:
         raise ValueError(f"agent.key_env names the environment variable {agent.key_env!r}, which is not set")
     service = RemoteService(agent.url, key=key, poll_s=agent.poll_s)
-    return RemoteAgent(service, gateway, door, run=run, reports=reports, model=agent.model)
+    return RemoteAgent(
+        service, gateway, door, run=run, reports=reports, model=agent.model, max_answer_tokens=limits.max_tokens_per_turn
+    )

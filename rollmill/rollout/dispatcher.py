@@ -335,6 +335,7 @@ class Dispatcher:
                 "rollout/num_calls_abandoned": tally["abandoned"],
                 "rollout/num_calls_overridden": tally["overridden"],
                 "rollout/num_answers_orphaned": tally["orphaned"],
+                "rollout/num_tokens_untrained": self._runner.num_untrained,
                 "rollout/skew_answer_frac": self._runner.skew.answer_frac,
                 "rollout/skew_token_frac": self._runner.skew.token_frac,
             },

@@ -45,6 +45,7 @@ class EpisodeRunner:
         self._grader = Grader(family, sandboxes, waits)
         self.tally: Counter[str] = Counter()
         """What the model calls of all played episodes were: see docs/sessions.md."""
+        self.num_untrained = 0
         self.skew = Skew()
 
     async def close(self) -> None:
@@ -58,6 +59,7 @@ class EpisodeRunner:
     async def run(self, task: Task, episode_id: str, session: Any, *, seed: int, deadline: float) -> Finished:
         played = await self._player.play(task, episode_id, session, seed=seed, deadline=deadline)
         self.tally += played.tally
+        self.num_untrained += played.num_untrained
         self.skew += played.skew
         done = time.monotonic()
         grade = played.grade if played.grade is not None else await self._grader.grade(task, played, deadline=deadline)

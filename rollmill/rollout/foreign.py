@@ -18,7 +18,7 @@ from rollmill.gateway import Gateway
 from rollmill.gateway.sessions.episode import Episode, Sampling
 from rollmill.harness.beside import run_beside, scratch
 from rollmill.harness.program import Endpoint, Program, ProgramRun, check_exit, check_in_time, endpoint_inside, machine_for, run_inside
-from rollmill.harness.remote import RemoteService, Report, Reports, check_finished, init_of
+from rollmill.harness.remote import MAX_NOTE_CHARS, RemoteService, Report, Reports, check_finished, init_of
 from rollmill.records import Boundary, Grade, RunFailure, StopReason, Task
 from rollmill.rollout.grading import MAX_FILE_BYTES, MAX_FILES, collect
 from rollmill.rollout.played import Played
@@ -73,8 +73,8 @@ class Seat:
 class _Foreign:
     """What programs and services have in common: how an episode is opened, closed and read."""
 
-    def __init__(self, gateway: Gateway, door: Door, model: str) -> None:
-        self._gateway, self._door, self._model = gateway, door, model
+    def __init__(self, gateway: Gateway, door: Door, model: str, max_answer_tokens: int | None) -> None:
+        self._gateway, self._door, self._model, self._max_answer_tokens = gateway, door, model, max_answer_tokens
 
     def open(self, key: str, *, seed: int, temperature: float, min_version: int | None) -> Seat:
         name = key.replace("/", ".")
@@ -82,7 +82,14 @@ class _Foreign:
         endpoint = Endpoint(
             openai_url=openai_url, anthropic_url=anthropic_url, key=self._door.episode_key(name), model=self._model or self._gateway.name
         )
-        return Seat(name, endpoint, seed=seed, sampling=Sampling(temperature=temperature), min_version=min_version)
+        return Seat(
+            name,
+            endpoint,
+            seed=seed,
+            sampling=Sampling(temperature=temperature),
+            min_version=min_version,
+            max_answer_tokens=self._max_answer_tokens,
+        )
 
     def _check_answered(self, seat: Seat) -> None:
         """RunFailure when a call got no answer by our fault: whatever the agent made of that says nothing about the policy."""
@@ -92,11 +99,23 @@ class _Foreign:
     def _check_called(self, seat: Seat, said: str = "") -> None:
         if seat.episode.oldest_version is None:
             words = f"; it said last: {said}" if said else ""
+            if num := seat.episode.num_calls:
+                raise RunFailure(
+                    Boundary.HARNESS, f"the agent waited for none of its {num} model calls: look at its own time limits{words}"
+                )
             raise RunFailure(Boundary.HARNESS, f"the agent made no model call: point it at OPENAI_BASE_URL or ANTHROPIC_BASE_URL{words}")
 
     def _played(self, seat: Seat, **facts: Any) -> Played:
         episode = seat.episode
-        return Played(windows=episode.windows(), messages=episode.messages(), tally=episode.tally, skew=episode.skew(), **facts)
+        return Played(
+            windows=episode.windows(),
+            messages=episode.messages(),
+            answer=episode.answer(),
+            tally=episode.tally,
+            num_untrained=episode.untrained().total(),
+            skew=episode.skew(),
+            **facts,
+        )
 
 
 class ProgramAgent(_Foreign):
@@ -113,12 +132,14 @@ class ProgramAgent(_Foreign):
         *,
         is_inside: bool,
         model: str = "",
+        max_answer_tokens: int | None = None,
         time_s: float = 0.0,
         image: str = "",
         site: str = "",
         memory_bytes: int = 0,
     ) -> None:
-        super().__init__(gateway, door, model)
+        """`max_answer_tokens`: no answer of the policy has more, whatever the agent asks for."""
+        super().__init__(gateway, door, model, max_answer_tokens)
         self._program, self._waits, self._is_inside, self._time_s = program, waits, is_inside, time_s
         if not is_inside and (hasattr(family, "machine") or hasattr(family, "setup")):
             raise ValueError(f'tasks of {family.name!r} live in a box of their own; set agent.where = "inside"')
@@ -165,7 +186,8 @@ class ProgramAgent(_Foreign):
         """Why it ended, when that can be graded. `has_limit`: its own time limit comes before the episode's deadline."""
         self._gateway.end_episode(seat.name)  # before anything is judged
         self._check_answered(seat)
-        is_full, is_out = seat.episode.tally["context_full"] > 0, run.timed_out and has_limit
+        tally = seat.episode.tally
+        is_full, is_out = tally["context_full"] + tally["full"] > 0, run.timed_out and has_limit
         if not is_out:
             check_in_time(run)
         if not (is_out or is_full):
@@ -181,8 +203,18 @@ class ProgramAgent(_Foreign):
 class RemoteAgent(_Foreign):
     """`rollout.played.Player` that has a service play."""
 
-    def __init__(self, service: RemoteService, gateway: Gateway, door: Door, *, run: str, reports: Reports, model: str = "") -> None:
-        super().__init__(gateway, door, model)
+    def __init__(
+        self,
+        service: RemoteService,
+        gateway: Gateway,
+        door: Door,
+        *,
+        run: str,
+        reports: Reports,
+        model: str = "",
+        max_answer_tokens: int | None = None,
+    ) -> None:
+        super().__init__(gateway, door, model, max_answer_tokens)
         self._service, self._run, self._reports = service, run, reports
         # A process that takes over after a crash must not find its episodes finished by those of the one before.
         self._process = f"{run}-{secrets.token_hex(4)}"
@@ -206,7 +238,14 @@ class RemoteAgent(_Foreign):
     async def _report(self, task: Task, seat: Seat, deadline: float) -> Report:
         status_url = seat.endpoint.anthropic_url + "/status"
         init = init_of(
-            task, seat.endpoint, run=self._run, process=self._process, episode=seat.name, status_url=status_url, deadline=deadline
+            task,
+            seat.endpoint,
+            run=self._run,
+            process=self._process,
+            episode=seat.name,
+            status_url=status_url,
+            status_key=self._reports.key(seat.name),
+            deadline=deadline,
         )
         return await self._service.play(init, self._reports, seat.name, deadline=deadline)
 
@@ -223,7 +262,7 @@ def _grade_of(report: Report) -> Grade | None:
     if report.reward is None:
         return None
     success = report.reward > SUCCESS_ABOVE if report.success is None else report.success
-    return Grade(reward=report.reward, success=success, parts=report.parts, note=report.note)
+    return Grade(reward=report.reward, success=success, parts=report.parts, note=report.note[:MAX_NOTE_CHARS])
 
 
 def check_machine(able: Capabilities, *, site: str) -> None:

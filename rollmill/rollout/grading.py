@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from rollmill.harness.remote import MAX_REWARD
 from rollmill.records import Boundary, Grade, RunFailure, Task
 from rollmill.rollout.played import Played
 from rollmill.sandbox import Sandbox, SandboxBackend, SandboxSpec
@@ -51,22 +52,34 @@ class Grader:
         attempt = Attempt(
             files=played.files,
             messages=played.messages,
-            answer=last_answer(played.messages),
+            answer=last_answer(played.messages) if played.answer is None else played.answer,
             stop=played.stop,
             token_ids=tuple(i for w in played.windows for i in w.tokens_T[w.sampled_T != 0].tolist()),
             probe=probe,
             facts=played.facts,
         )
         try:
-            grade = await self._family.grade(task, attempt)
+            grade = _sound(await self._family.grade(task, attempt))
         except RunFailure:
             raise
         except Exception as error:
             # A family is foreign code: whatever it raises is recorded as the grader's failure, never as a reward.
             raise RunFailure(Boundary.GRADER, f"grading {task.task_id} raised {type(error).__name__}: {error}") from error
-        if grade.reward != grade.reward or abs(grade.reward) == float("inf"):
-            raise RunFailure(Boundary.GRADER, f"grading {task.task_id} gave the reward {grade.reward}")
+        if not abs(grade.reward) <= MAX_REWARD:  # nor for NaN
+            raise RunFailure(Boundary.GRADER, f"grading {task.task_id} gave the reward {grade.reward}; at most {MAX_REWARD:g} either way")
         return grade
+
+
+def _sound(grade: Grade) -> Grade:
+    """With plain numbers and text: graders compute with arrays and with what models wrote, and the ledger keeps neither."""
+    if not isinstance(grade, Grade):
+        raise TypeError(f"grade() returned {grade!r}, it must return a Grade")
+    parts = {str(name): float(value) for name, value in grade.parts.items()}
+    return Grade(reward=float(grade.reward), success=bool(grade.success), parts=parts, note=_text(grade.note))
+
+
+def _text(words: str) -> str:
+    return str(words).encode("utf-8", "replace").decode()
 
 
 def last_answer(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 
@@ -39,8 +40,20 @@ class OwnAgent:
         try:
             spec, tools = self._cast(task, box)
             rng = random.Random(f"{seed}/{key}")
-            run = await run_agent(task, seat, self._limits, spec=spec, tools=tools, deadline=deadline, rng=rng)
-            files = {} if box is None else await collect(box)
+            try:
+                run = await run_agent(task, seat, self._limits, spec=spec, tools=tools, deadline=deadline, rng=rng)
+                files = {} if box is None else await collect(box)
+            except BaseException as error:
+                if (close := getattr(tools, "close", None)) is not None:
+                    await asyncio.shield(close())
+                if (
+                    isinstance(tools, BoxTools | NoTools)
+                    or not isinstance(error, Exception)
+                    or isinstance(error, RunFailure | TimeoutError)
+                ):
+                    raise
+                # A toolset of the family's is foreign code too.
+                raise RunFailure(Boundary.TASK, f"the tools of {task.task_id} raised {type(error).__name__}: {error}") from error
         finally:
             if box is not None:
                 await box.close()
@@ -52,6 +65,7 @@ class OwnAgent:
             facts=run.facts,
             timing_s={**run.timing_s, "sandbox": ready - started},
             tally=seat.episode.tally,
+            num_untrained=seat.episode.untrained().total(),
             skew=seat.episode.skew(),
         )
 

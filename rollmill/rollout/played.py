@@ -19,6 +19,8 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
     windows: tuple[Window, ...]
     messages: tuple[dict[str, Any], ...] = ()
     """The conversation, for people and graders."""
+    answer: str | None = None
+    """What it said last, where that need not be in `messages`; None: it is."""
     files: Mapping[str, str] = {}
     """What the agent left."""
     facts: dict[str, Any] = {}
@@ -28,6 +30,8 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
     timing_s: dict[str, float] = {}
     tally: Counter[str] = msgspec.field(default_factory=Counter)
     """What its model calls were: appended, forked, ..."""
+    num_untrained: int = 0
+    """Tokens that were sampled for it and are in no window: see docs/sessions.md."""
     skew: Skew = Skew()
 
 

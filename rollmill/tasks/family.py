@@ -40,7 +40,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[dict[str, Any], ...] = ()
     """The conversation of the longest context window, as chat messages."""
     answer: str = ""
-    """The text of the last assistant message."""
+    """The text of what the agent said last, in whichever window."""
     stop: StopReason = StopReason.ANSWERED
     token_ids: tuple[int, ...] = ()
     """Every sampled token, in order."""

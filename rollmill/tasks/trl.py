@@ -7,6 +7,8 @@ a group with each other has nothing to compare here, and is refused when it is m
 from __future__ import annotations
 
 import inspect
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,9 +21,12 @@ from rollmill.sandbox.interface import Sandbox
 from rollmill.tasks.family import Attempt
 from rollmill.tasks.rows import Row, RowFamily, Rows, column
 
+log = logging.getLogger("rollmill.tasks")
 Factory = Callable[[], Any]
 RESERVED = ("reset", "get_reward", "close")
 """Public methods of an environment that are no tools."""
+_TAKEN = ("prompt", "completion", "completion_ids")
+"""Columns that are not passed on: their names are taken."""
 _GIVEN = {"prompts", "completions", "completion_ids", "environments", "log_metric", "log_extra"}
 
 
@@ -111,6 +116,12 @@ class TrlFamily(RowFamily):
         return FunctionTools(self._extra_tools, strict=self._strict) if self._extra_tools else None
 
     async def grade(self, task: Task, attempt: Attempt) -> Grade:
+        try:
+            return await self._grade(task, attempt)
+        finally:
+            await _close(attempt.facts.get("environment"))
+
+    async def _grade(self, task: Task, attempt: Attempt) -> Grade:
         row, environment = self.row(task), attempt.facts.get("environment")
         parts: dict[str, float] = {}
         given = self._given(row, attempt, parts)
@@ -128,15 +139,15 @@ class TrlFamily(RowFamily):
 
     def _given(self, row: Row, attempt: Attempt, parts: dict[str, float]) -> dict[str, Any]:
         prompt = self.prompt_of(row)
-        given: dict[str, Any] = {column: [value] for column, value in row.items() if column != self._prompt}
+        given: dict[str, Any] = {column: [value] for column, value in row.items() if column not in (self._prompt, *_TAKEN)}
+        said = [dict(m) for m in attempt.messages]
+        if not (self._environments or self._extra_tools):
+            said = [_thinking_aloud(m) for m in said]
         if isinstance(prompt, str):
-            given |= {"prompts": [prompt], "completions": [attempt.answer]}
+            given |= {"prompts": [prompt], "completions": [_last_words(said, attempt.answer)]}
         else:
-            start = _num_opening([str(m["role"]) for m in prompt], attempt.messages)
-            given |= {
-                "prompts": [[dict(m) for m in attempt.messages[:start]]],
-                "completions": [[dict(m) for m in attempt.messages[start:]]],
-            }
+            start = _num_opening([str(m["role"]) for m in prompt], said)
+            given |= {"prompts": [said[:start]], "completions": [said[start:]]}
         if self._environments:
             given["environments"] = [attempt.facts.get("environment")]
         given["completion_ids"] = [list(attempt.token_ids)]
@@ -152,9 +163,11 @@ class TrlFamily(RowFamily):
             found = await called(function, **given)
         else:
             found = function(**given)
-        if not isinstance(found, Sequence) or len(found) != 1:
+        # Arrays and tensors do as well as lists.
+        if isinstance(found, str | bytes | Mapping) or not hasattr(found, "__iter__") or len(scores := list(found)) != 1:
             raise ValueError(f"reward function {name} returned {found!r}; it must return a list with one reward per completion, here one")
-        return None if found[0] is None else float(found[0])
+        # Not a number means the same as None.
+        return None if scores[0] is None or math.isnan(scores[0]) else float(scores[0])
 
     def _named_rewards(self, functions: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
         found: dict[str, Callable[..., Any]] = {}
@@ -167,7 +180,7 @@ class TrlFamily(RowFamily):
                 raise ValueError(f"reward function {name} compares the completions of a group; here each attempt is graded by itself")
             parameters = inspect.signature(function).parameters.values()
             needed = {p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-            known = columns | _GIVEN - (set() if self._environments else {"environments"})
+            known = columns.difference(_TAKEN) | _GIVEN - (set() if self._environments else {"environments"})
             if lacking := sorted(needed - known):
                 raise ValueError(f"reward function {name} needs {lacking[0]!r}, which is not given; given: {', '.join(sorted(known))}")
             found[name if name not in found else f"{name}_{len(found)}"] = function
@@ -241,6 +254,19 @@ class EnvironmentTools:
     def facts(self) -> dict[str, Any]:
         return {"environment": self._instance}
 
+    async def close(self) -> None:
+        await _close(self._instance)
+
+
+async def _close(environment: Any) -> None:
+    """An instance is one attempt's alone, and may hold a connection. What it raises now changes no grade."""
+    close = getattr(environment, "close", None)
+    if callable(close):
+        try:
+            await called(close)
+        except Exception as error:  # noqa: BLE001
+            log.warning("%s.close raised %s: %s", type(environment).__name__, type(error).__name__, error)
+
 
 def _tool_methods(environment: object) -> dict[str, Callable[..., Any]]:
     return {n: m for n, m in named(environment).items() if n not in RESERVED}
@@ -253,6 +279,20 @@ def _num_opening(roles: Sequence[str], messages: Sequence[Mapping[str, Any]]) ->
         if said[start : start + len(roles)] == list(roles):
             return start + len(roles)
     return next((n for n, role in enumerate(said) if role == "assistant"), len(said))
+
+
+def _thinking_aloud(message: dict[str, Any]) -> dict[str, Any]:
+    """Without tools an answer is one text, reasoning and all: what reward functions that look for `<think>` expect."""
+    thought = message.get("reasoning_content")
+    if not thought:
+        return message
+    rest = {k: v for k, v in message.items() if k != "reasoning_content"}
+    return {**rest, "content": f"<think>\n{thought}\n</think>\n{message.get('content') or ''}"}
+
+
+def _last_words(said: Sequence[Mapping[str, Any]], answer: str) -> str:
+    """The last assistant message; `answer` where the conversation is not told."""
+    return next((str(m.get("content") or "") for m in reversed(said) if m.get("role") == "assistant"), answer)
 
 
 def _never(attempt: Attempt, row: Row) -> float:

@@ -125,19 +125,22 @@ def test_remote_environment_plays_rewards_and_is_trained(policy: ScriptedPolicy,
     play(policy, env, scene, poll_s=poll_s)
 
 
-def test_status_is_taken_once_and_only_with_the_episodes_key(policy: ScriptedPolicy, env: RemoteEnv) -> None:
+def test_status_is_taken_once_and_only_from_the_service_never_from_the_agent_it_runs(policy: ScriptedPolicy, env: RemoteEnv) -> None:
     async def scene(made: Stage) -> None:
-        seat, other = (made.runner.open_session(key, seed=0, temperature=1.0, min_version=None) for key in ("x.good", "y.good"))
+        seat = made.runner.open_session("x.good", seed=0, temperature=1.0, min_version=None)
         done = await made.runner.run(TASK, "x.good", seat, seed=0, deadline=time.monotonic() + DEADLINE_S)
         same = {"status": "finished", "reward": 1.0, "note": "5 characters"}
-        url = seat.endpoint.anthropic_url + "/status"
+        url, reports = seat.endpoint.anthropic_url + "/status", made.runner._player._reports  # type: ignore[attr-defined]
+        mine, others = reports.key("x.good"), reports.key("y.good")
         async with aiohttp.ClientSession() as http:
             for key, body, status in (
-                (seat.endpoint.key, same, 200),
-                (seat.endpoint.key, {"status": "failed"}, 409),
-                (seat.endpoint.key, {"status": "won"}, 400),
-                (other.endpoint.key, same, 403),
-                ("guess", same, 401),
+                (mine, same, 200),
+                (mine, {"status": "failed"}, 409),
+                (mine, {"status": "won"}, 400),
+                (others, same, 403),
+                (seat.endpoint.key, same, 403),
+                ("guess", same, 403),
+                ("", same, 401),
             ):
                 async with http.post(url, json=body, headers={"authorization": f"Bearer {key}"}) as answer:
                     assert answer.status == status, await answer.text()

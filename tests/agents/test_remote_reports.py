@@ -74,7 +74,9 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def job(deadline: float) -> Init:
-    return init_of(TASK, WHERE, run="r", process="r-1", episode="e1", status_url="http://gw/e/x/status", deadline=deadline)
+    return init_of(
+        TASK, WHERE, run="r", process="r-1", episode="e1", status_url="http://gw/e/x/status", status_key="s-1", deadline=deadline
+    )
 
 
 def play(
@@ -106,7 +108,7 @@ def test_service_is_told_all_it_needs_and_nothing_of_the_answer() -> None:
     assert done.reward == 0.25 and fake.keys == ["Bearer secret"] and fake.cancelled == []
     assert (told["rollout_id"], told["row_id"], told["experiment_id"], told["run_id"]) == ("r-1.e1", "t/1", "r", "r-1")
     assert (told["model_base_url"], told["anthropic_base_url"], told["api_key"]) == ("http://gw/e/x/v1", "http://gw/e/x", "k-1")
-    assert told["status_url"] == "http://gw/e/x/status" and 0 < told["deadline_s"] <= DEADLINE_S
+    assert (told["status_url"], told["status_key"]) == ("http://gw/e/x/status", "s-1") and 0 < told["deadline_s"] <= DEADLINE_S
     assert told["task"]["files"] == {"a": "1"} and "4711" not in json.dumps(told)
 
 
@@ -137,6 +139,8 @@ def test_status_is_polled_until_it_is_terminal() -> None:
         ([404], "does not know episode"),
         ([{"status": "done"}], "cannot be used"),
         ([{"status": "finished", "reward": "1"}], "cannot be used"),
+        ([{"status": "finished", "reward": 1e308}], "cannot be used"),
+        ([{"status": "running", "note": "x" * (33 << 20)}], "more than 32 MiB"),
     ],
 )
 def test_service_that_forgot_or_talks_nonsense_is_a_failure_and_is_told_to_stop(status: list[Any], words: str) -> None:
@@ -197,6 +201,8 @@ def test_first_status_counts_the_same_again_is_fine_and_another_is_refused() -> 
         (b'{"status": "won"}', "won"),
         (b'{"status": "finished", "reward": "1"}', "reward"),
         (b'{"status": "finished", "reward": 1e999}', "reward"),
+        (b'{"status": "finished", "reward": -1e308}', "reward is -1e+308"),
+        (b'{"status": "finished", "reward": 0, "parts": {"a": 1e10}}', "parts.a"),
         (b'{"status": "finished", "parts": {"a": null}}', "parts"),
         (b'{"status": "failed", "boundary": "moon"}', "moon"),
         (b'\xff{"status": "finished"}', "no terminal status"),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmill.chat.call_ids import MintedIds
-from rollmill.chat.messages import Call, ChatMessage, ChatRole
+from rollmill.chat.messages import Call, ChatMessage, ChatRole, Tool
 from rollmill.chat.reader import AnswerReader, Bit, BitKind, Thinking
 from rollmill.chat.tool_formats import FORMATS
 
@@ -273,12 +273,12 @@ BODY = [
 @given(
     form=st.sampled_from(STREAMED),
     body=st.lists(st.sampled_from(BODY), max_size=8),
-    cuts=st.lists(st.integers(0, 400), max_size=12),
+    cuts=st.one_of(st.lists(st.integers(0, 400), max_size=12), st.just(list(range(400)))),
     stops=st.sampled_from([(), ("STOP",)]),
 )
 def test_calls_shown_while_written_are_those_read_when_whole(form: str, body: list[str], cuts: list[int], stops: tuple[str, ...]) -> None:
     begin, _, end = FORMATS[form].write([Call(id="", name="ls", arguments="SPLIT")]).partition("SPLIT")
-    text = f"so {begin}{''.join(body)}{end}".replace("<END>", end).replace("<NEXT>", end + begin)
+    text = f"so {begin}{{{''.join(body)}{end}".replace("<END>", end).replace("<NEXT>", end + begin)
     cut, bits = reader(form, stops=stops, streams_calls=True), []
     for piece in pieces(text.encode(), cuts):
         bits += cut.feed(piece)
@@ -290,6 +290,21 @@ def test_calls_shown_while_written_are_those_read_when_whole(form: str, body: li
     assert actionable(cut.message()) == actionable(when_whole.message())
     if not cut.problems:
         assert cut.message().key() == when_whole.message().key() and when_whole.problems == ()
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    form=st.sampled_from(STREAMED),
+    texts=st.lists(st.text('ab"\\\\{}[]\u20ac\n</t', max_size=12), min_size=1, max_size=3),
+    indent=st.booleans(),
+)
+def test_well_formed_calls_shown_token_by_token_are_whole(form: str, texts: list[str], indent: bool) -> None:
+    arguments = [json.dumps({"path": t, "more": [{t: None}]}, indent=2 if indent else None) for t in texts]
+    text = FORMATS[form].write([Call(id="", name="ls", arguments=a) for a in arguments])
+    out = reader(form, streams_calls=True)
+    bits = [bit for byte in text.encode() for bit in out.feed((byte,))] + out.feed((), last=True)
+    assert [c.arguments for c in out.message().calls] == arguments and out.problems == ()
+    assert joined(bits) == out.message() and out.message().key() == read(text, form).message().key()
 
 
 def test_arguments_are_shown_while_they_are_written() -> None:
@@ -340,6 +355,18 @@ def test_nothing_is_shown_of_what_may_be_no_call_of_a_known_tool(text: str) -> N
     out = reader("hermes", streams_calls=True)
     assert out.feed(text.encode()) == []
     assert "".join(b.text for b in out.feed((), last=True)) == text
+
+
+def test_tool_named_like_the_closing_is_read_the_same_in_any_cut() -> None:
+    odd, text = Tool(name="a</tool_call>b"), b'<tool_call>{"name": "a</tool_call>b", "arguments": {}}</tool_call>'
+    messages = []
+    for size in (1, 30, len(text)):
+        out = AnswerReader(Bytes(), tool_format=FORMATS["hermes"], tools=[odd], streams_calls=True)
+        for start in range(0, len(text), size):
+            out.feed(text[start : start + size])
+        out.feed((), last=True)
+        messages.append(out.message())
+    assert messages == [messages[0]] * 3 and messages[0].calls == ()
 
 
 def test_ids_of_calls_follow_from_a_seed() -> None:

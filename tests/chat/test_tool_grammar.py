@@ -31,8 +31,10 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def matcher(tokenizer: Tokenizer, constraint: Constraint) -> llguidance.LLMatcher:
     tokens = llguidance.LLTokenizer(tokenizer._tok.to_str(), n_vocab=tokenizer.vocab_size, eos_token=2)
-    lark = llguidance.LLMatcher.grammar_from_lark(constraint.text)
-    out = llguidance.LLMatcher(tokens, lark if constraint.kind is ConstraintKind.LARK else constraint.text, log_level=0)
+    compile_ = (
+        llguidance.LLMatcher.grammar_from_lark if constraint.kind is ConstraintKind.LARK else llguidance.LLMatcher.grammar_from_json_schema
+    )
+    out = llguidance.LLMatcher(tokens, compile_(constraint.text), log_level=0)
     assert not out.is_error(), out.get_error()
     return out
 
@@ -89,8 +91,18 @@ def test_reasoning_comes_before_what_is_asked_for(tmp_path: Path, opens: bool) -
 
 def test_plain_model_follows_a_schema_as_it_is(tokenizer: Tokenizer) -> None:
     chat = ChatFormat(tokenizer, tool_format="hermes")
-    assert chat.json_grammar({"type": "object"}) == Constraint(kind=ConstraintKind.JSON_SCHEMA, text='{"type": "object"}')
+    plain = chat.json_grammar({"type": "object"})
+    assert plain.kind is ConstraintKind.JSON_SCHEMA and json.loads(plain.text)["type"] == "object"
     assert chat.json_grammar({}, [LS]).kind is ConstraintKind.LARK
+
+
+def test_white_space_has_an_end(tokenizer: Tokenizer) -> None:
+    chat, form = ChatFormat(tokenizer, tool_format="hermes"), FORMATS["hermes"]
+    for arguments, is_fine in (('{"path":"a"}', True), ('{\n  "path": "a"\n}', True), (f'{{"path":{" " * 40}"a"}}', False)):
+        call = form.write([Call(id="", name="ls", arguments=arguments)])
+        assert accepts(tokenizer, chat.tool_grammar([LS]), call) == is_fine
+        schema = chat.json_grammar(LS.parameters)
+        assert accepts(tokenizer, schema, arguments) == is_fine
 
 
 def test_unknown_forced_tool_is_named(tokenizer: Tokenizer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import unicodedata
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -359,6 +360,68 @@ def test_messages_are_those_of_the_longest_window() -> None:
     ]
     assert talk.episode.messages()[1]["tool_calls"][0]["function"] == {"name": "read", "arguments": {"path": "a", "n": 1}}
     assert Talk().episode.messages() == ()
+
+
+def test_answer_that_was_gone_on_with_is_one_message() -> None:
+    talk, ask = Talk(), [user("u")]
+    talk.say([*ask, assistant("The answer")], " is")
+    talk.say([*ask, assistant("The answer is")], " 42")
+    assert [(m["role"], m["content"]) for m in talk.episode.messages()] == [("user", "u"), ("assistant", "The answer is 42")]
+    assert talk.episode.answer() == "The answer is 42"
+
+
+def test_answer_is_what_was_said_last_and_not_in_the_longest_window() -> None:
+    talk, ask = Talk(), [user("a long story, " * 20)]
+    first = talk.say(ask, "I think about it")
+    talk.say([*ask, first, user("sum up")], "a story")
+    talk.say([user("summary: a story")], "42")
+    assert talk.episode.messages()[-1]["content"] == "a story" and talk.episode.answer() == "42"
+    assert Talk().episode.answer() == ""
+
+
+@pytest.mark.parametrize("retell", [lambda t: t.replace("\r\n", "\n"), lambda t: unicodedata.normalize("NFC", t)])
+def test_line_ends_and_composed_accents_are_no_difference(retell) -> None:  # type: ignore[no-untyped-def]
+    talk, ask = Talk(), [user("u")]
+    message = talk.say(ask, "one\r\ne\u0301te\u0301\r\ntwo")
+    after = talk.place([*ask, assistant(retell(message.text)), user("v")])
+    assert after.kind is PlaceKind.APPEND
+    talk.answer(after, "on")
+    assert talk.trained() == ["one\r\ne\u0301te\u0301\r\ntwo<|im_end|>on<|im_end|>"] and not talk.episode.untrained()
+    # What the user says is context: there a different character is a different token.
+    assert talk.place([user("u\r\n")]).kind is PlaceKind.FORK
+
+
+@pytest.mark.parametrize("value", ['"\\ud800"', "9" * 30, "[" * 800 + "]" * 800])
+def test_whatever_a_model_writes_into_a_call_can_be_kept(value: str) -> None:
+    talk, ask = Talk(), [user("u")]
+    message = talk.say(ask, f'<tool_call>{{"name": "read", "arguments": {{"path": {value}}}}}</tool_call>')
+    talk.say([*ask, message, tool("r", message.calls[0].id)], "on")
+    told = talk.episode.messages()
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(told)) == list(told)
+    assert json.loads(told[1]["tool_calls"][0]["function"]["arguments"]) == {"path": json.loads(value)}, "as text"
+
+
+def test_every_sampled_token_is_trained_or_counted() -> None:
+    talk, ask = Talk(realign_tokens=64), [user("u")]
+    talk.say(ask, "orphan")
+    first = talk.say(ask, "one two three")
+    talk.answer(talk.place([*ask, replace(first, text="one"), user("v")]), "x y z", num_used=2, forced=[(0, 1)])
+    late = talk.place([user("w")])
+    talk.episode.abandon(talk.place([user("w")]), 5)
+    talk.episode.close()
+    talk.answer(late, "late")
+    num_of = {t: len(TOKENIZER.encode(t)) + 1 for t in ("orphan", "one two three", "x y z", "late")}
+    kept = len(TOKENIZER.encode("one"))
+    untrained = talk.episode.untrained()
+    assert untrained == {
+        "orphaned": num_of["orphan"],
+        "cut": num_of["one two three"] - kept,
+        "unused": num_of["x y z"] - 2,
+        "forced": 1,
+        "late": num_of["late"],
+        "abandoned": 5,
+    }
+    assert sum(int(w.sampled_T.sum()) for w in talk.episode.windows()) + untrained.total() == sum(num_of.values()) + 5
 
 
 def test_skew_counts_answers_that_an_encoder_would_have_written_otherwise() -> None:

@@ -19,6 +19,10 @@ def judge(seed: int, num_steps: int) -> World:
     trained = [(-np.where(w.sampled_T, w.logprobs_T, 0)).astype(int).tolist() for w in windows]
     assert [list(zip(w.tokens_T.tolist(), t, strict=True)) for w, t in zip(windows, trained, strict=True)] == reference.windows()
     assert world.episode.tally["orphaned"] == reference.num_orphans()
+    untrained = world.episode.untrained()
+    # Of abandoned ones this policy knows nothing: it was never asked.
+    accounted = sum(len(set(t) - {0}) for t in trained) + untrained.total() - untrained["abandoned"]
+    assert accounted == world.policy.num_tokens, "a sampled token is neither trained nor counted"
     return world
 
 

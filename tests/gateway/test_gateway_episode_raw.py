@@ -51,6 +51,15 @@ def test_ids_that_repeat_an_answer_go_on_from_it() -> None:
     assert trained(episode) == [[*said, 9, END], [11, END]]
 
 
+def test_equal_raw_requests_on_their_way_at_once_are_one_request() -> None:
+    for place in (lambda e: e.place_ids(TOKENIZER.encode("Q: a")), lambda e: e.place_text("Q: a")):
+        episode = Episode("e", CHAT)
+        one, two = place(episode), place(episode)
+        say(episode, two, [7, END])
+        say(episode, one, [8, END])
+        assert len(episode.graph.prompts) == 1 and trained(episode) == [[7, END]] and episode.untrained() == {"orphaned": 2}
+
+
 @pytest.mark.parametrize(("after", "kind"), [("<|im_end|>\nQ: b\nA:", PlaceKind.APPEND), ("\nQ: b\nA:", PlaceKind.REALIGN)])
 def test_text_that_repeats_an_answer_goes_on_from_its_sampled_tokens(after: str, kind: PlaceKind) -> None:
     """The stop token stays where the client's text has it, and goes where it does not."""

@@ -165,6 +165,18 @@ def test_request_that_the_replica_refuses_is_a_failure_of_the_model() -> None:
     with_session(FakeEngine(random.Random(0), refuse), talk)
 
 
+def test_words_that_cannot_be_rendered_end_the_attempt_and_not_the_run() -> None:
+    engine = FakeEngine(random.Random(0))
+
+    async def talk(session: Session) -> None:
+        await session.reply([user("u")], max_tokens=4, max_context=BIG, deadline=soon())
+        with pytest.raises(RunFailure, match="cannot be rendered") as caught:
+            await session.reply([tool("half \ud800")], max_tokens=4, max_context=BIG, deadline=soon())
+        assert caught.value.boundary is Boundary.HARNESS and len(engine.prompts) == 1
+
+    with_session(engine, talk)
+
+
 def test_episode_closed_in_mid_turn_keeps_nothing_of_it() -> None:
     async def talk(session: Session) -> None:
         asked, may_answer = asyncio.Event(), asyncio.Event()

@@ -72,6 +72,7 @@ class FakeRunner:
         self._gateway, self._behave = gateway, behave
         self.tally: Counter[str] = Counter()
         self.skew = Skew()
+        self.num_untrained = 0
         self.played: list[str] = []
         self.num_playing = 0
         self.served_at: dict[str, int] = {}

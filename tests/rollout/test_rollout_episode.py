@@ -8,14 +8,17 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from rollout_fakes import FakeSession, finished
 
 from rollmill.gateway.sessions.skew import Skew
 from rollmill.harness import AgentRun, Limits
 from rollmill.ledger import Ledger
-from rollmill.records import Boundary, Grade, Role, RunFailure, StopReason, Task, Window
+from rollmill.records import Boundary, Grade, Role, RunFailure, StopReason, Task, Window, encode
 from rollmill.rollout import evaluation, own
 from rollmill.rollout.episode import EpisodeRunner, Finished
 from rollmill.rollout.evaluation import evaluate
@@ -87,6 +90,9 @@ class QuietSession(FakeSession):
     def windows(self) -> tuple[Window, ...]:
         return (Window.of(tokens=[1, 5, 2, 6], sampled=[0, 1, 0, 1], logprobs=[0.0, -1.0, 0.0, -1.0], versions=[-1, 0, -1, 0]),)
 
+    def untrained(self) -> Counter[str]:
+        return Counter({"orphaned": 3})
+
     def skew(self) -> Skew:
         return Skew(num_answers=2, num_skewed=1, num_tokens=4, num_skewed_tokens=1)
 
@@ -104,7 +110,7 @@ def play(
 
     async def scene() -> Finished:
         done = await runner.run(task, "e", QuietSession(), seed=0, deadline=time.monotonic() + 60)
-        assert (runner.tally["appended"], runner.skew.token_frac) == (2, 0.25)
+        assert (runner.tally["appended"], runner.num_untrained, runner.skew.token_frac) == (2, 3, 0.25)
         return done
 
     monkeypatch.setattr(own, "run_agent", agent)
@@ -147,8 +153,49 @@ def test_family_whose_cast_raises_fails_at_the_task(monkeypatch: pytest.MonkeyPa
     assert caught.value.boundary is Boundary.TASK and all(b.is_closed for b in backend.boxes)
 
 
-@pytest.mark.parametrize("verdict", [KeyError("oops"), Grade(reward=math.nan, success=False), Grade(reward=-math.inf, success=True)])
-def test_grader_that_breaks_is_a_failure_of_the_grader(verdict: Grade | Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+class NoisyTools:
+    """An author's toolset that breaks its promise, and counts how often it was let go."""
+
+    ends: frozenset[str] = frozenset()
+    num_closed = 0
+
+    async def close(self) -> None:
+        self.num_closed += 1
+
+
+@pytest.mark.parametrize("error", [KeyError("no such row"), RunFailure(Boundary.SANDBOX, "gone")])
+def test_toolset_of_the_familys_that_raises_ends_its_attempt_and_not_the_run(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = NoisyTools()
+
+    class WithTools(FakeFamily):
+        def toolset(self, task: Task, box: object) -> NoisyTools:
+            return tools
+
+    with pytest.raises(RunFailure) as caught:
+        play(WithTools(Grade(reward=1.0, success=True)), FakeBackend(), monkeypatch, error)
+    assert caught.value.boundary is (Boundary.TASK if isinstance(error, KeyError) else Boundary.SANDBOX)
+    assert tools.num_closed == 1
+
+
+def test_grade_is_kept_as_plain_numbers_and_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = Grade(reward=np.float32(0.5), success=np.bool_(True), parts={"a": np.int64(2)}, note="half \ud800")  # type: ignore[arg-type, dict-item]
+    found = play(FakeFamily(odd), FakeBackend(), monkeypatch).grade
+    assert msgspec.msgpack.decode(encode(found), type=Grade) == Grade(reward=0.5, success=True, parts={"a": 2.0}, note="half ?")
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        KeyError("oops"),
+        None,
+        0.5,
+        Grade(reward=math.nan, success=False),
+        Grade(reward=-math.inf, success=True),
+        Grade(reward=1e308, success=True),
+        Grade(reward=None, success=True),  # type: ignore[arg-type]
+    ],
+)
+def test_grader_that_breaks_is_a_failure_of_the_grader(verdict: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = FakeBackend()
     with pytest.raises(RunFailure, match="grading t/1") as caught:
         play(FakeFamily(verdict), backend, monkeypatch)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollmill.harness import CallError
@@ -136,6 +137,54 @@ def test_functions_that_need_the_main_thread_get_it() -> None:
     assert grade(from_trl(CHAT, where, in_threads=False), Attempt(messages=SAID)).reward == 1.0
 
 
+def test_rewards_may_be_arrays_and_not_a_number_means_none() -> None:
+    def array(**kwargs: Any) -> Any:
+        return np.array([0.5], np.float32)
+
+    def not_here(**kwargs: Any) -> list[float]:
+        return [float("nan")]
+
+    def generated(**kwargs: Any) -> Any:
+        return (r for r in [1])
+
+    assert grade(from_trl(CHAT, [array, not_here, generated]), Attempt(messages=SAID)).parts == {"array": 0.5, "generated": 1.0}
+    for wrong in (lambda **kwargs: "1", lambda **kwargs: [1.0, 2.0], lambda **kwargs: {"a": 1.0}):
+        with pytest.raises(ValueError, match="one reward per completion"):
+            grade(from_trl(CHAT, wrong), Attempt(messages=SAID))
+
+
+def test_reasoning_is_in_the_text_unless_there_are_tools() -> None:
+    seen: list[Any] = []
+
+    def reward(completions: Any, **kwargs: Any) -> list[float]:
+        seen.append(completions[0])
+        return [0.0]
+
+    def tool() -> str:
+        "Do it."
+        return ""
+
+    said = (*SAID[:2], {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"})
+    aloud = "<think>\n2 and 2\n</think>\n4"
+    grade(from_trl(CHAT, reward), Attempt(messages=said))
+    grade(from_trl([{"prompt": "2+2"}], reward), Attempt(messages=said, answer="4"))
+    grade(from_trl(CHAT, reward, tools=[tool]), Attempt(messages=said))
+    assert seen == [[{"role": "assistant", "content": aloud}], aloud, [said[2]]]
+
+
+def test_columns_whose_names_are_taken_are_not_passed_on() -> None:
+    def wants(completion: Any, **kwargs: Any) -> list[float]:
+        return [0.0]
+
+    def takes(**kwargs: Any) -> list[float]:
+        return [float("completion" in kwargs or "prompt" in kwargs)]
+
+    rows = [{**CHAT[0], "completion": "the target"}]
+    assert grade(from_trl(rows, takes), Attempt(messages=SAID)).reward == 0.0
+    with pytest.raises(ValueError, match="wants needs 'completion', which is not given"):
+        from_trl(rows, wants)
+
+
 class Silent:
     def reset(self, **kwargs: Any) -> None: ...
 
@@ -219,6 +268,23 @@ def test_environments_may_score_themselves() -> None:
     assert found == Grade(reward=2.5, success=True, parts={"bonus": 0.5, "ScoredDoor": 2.0})
     plain = from_trl(WORDS, environment_factory=Door)
     assert grade(plain, Attempt(messages=SAID, facts=opened(plain, "sesame")[1])) == Grade(reward=1.0, success=True, parts={"Door": 1.0})
+
+
+def test_environment_is_closed_once_its_attempt_is_over() -> None:
+    closed: list[bool] = []
+
+    class Held(Door):
+        def close(self) -> None:
+            closed.append(self.is_open)
+            raise ConnectionError("gone already")
+
+    family = from_trl(WORDS, environment_factory=Held)
+    _, facts, _ = opened(family, "sesame")
+    assert grade(family, Attempt(messages=SAID, facts=facts)).reward == 1.0 and closed == [True]
+    tools: Any = toolset_of(family, first(family), None)
+    asyncio.run(tools.start())
+    asyncio.run(tools.close())
+    assert closed == [True, False]
 
 
 def test_rows_may_choose_among_environments_and_need_no_prompt() -> None:

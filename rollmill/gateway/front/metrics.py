@@ -32,9 +32,7 @@ class Metrics:
         )
         # `labels` hashes and locks; a handful of pairs make up all the traffic.
         self._pairs: dict[tuple[str, int], Counter] = {}
-        self.skewed = Tally[str]()
-        """Answers and tokens of ended episodes, and how many of them their text would have encoded differently."""
-        r.register(_Standing(gateway, self.skewed))
+        r.register(_Standing(gateway))
 
     def count(self, path: str, status: int) -> None:
         pair = self._pairs.get((path, status))
@@ -49,8 +47,8 @@ class Metrics:
 class _Standing(Collector):
     """What is read off the gateway when somebody looks."""
 
-    def __init__(self, gateway: Gateway, skewed: Tally[str]) -> None:
-        self._gateway, self._skewed = gateway, skewed
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         replicas, recorder = self._gateway.replicas, self._gateway.recorder
@@ -74,8 +72,11 @@ class _Standing(Collector):
         skew = CounterMetricFamily(
             "gateway_skew", "Retokenisation skew of ended episodes: all and skewed answers and tokens", labels=["what"]
         )
-        for what in ("answers", "skewed_answers", "tokens", "skewed_tokens"):
-            skew.add_metric([what], self._skewed[what])
+        found = self._gateway.ended_skew
+        skew.add_metric(["answers"], found.num_answers)
+        skew.add_metric(["skewed_answers"], found.num_skewed)
+        skew.add_metric(["tokens"], found.num_tokens)
+        skew.add_metric(["skewed_tokens"], found.num_skewed_tokens)
         yield skew
         dropped = getattr(recorder, "num_dropped", 0)
         yield CounterMetricFamily("gateway_unrecorded_calls", "Calls that the recorder had to drop", value=dropped)

@@ -176,13 +176,14 @@ class ModelCall:
         try:
             async with contextlib.aclosing(answering.steps()) as steps:
                 async for events in steps:
-                    data = b"".join([writer.write(event) for event in events])
-                    if answering.is_done:
+                    data = b"" if x.status else await self._begin(writer)
+                    for event in events:
+                        data += writer.write(event)
+                    is_last = answering.is_done
+                    if is_last:
                         data += writer.finish(answering.answers)
-                    if not x.status:
-                        data = await self._begin(writer) + data
                     if data:
-                        await self._write(data, is_last=answering.is_done)
+                        await self._write(data, is_last=is_last)
         except ApiError as error:
             if not x.status:
                 raise
@@ -226,7 +227,6 @@ class ModelCall:
         if recorder is None:
             return
         x, now = self._x, time.monotonic()
-        recorded = answering.recorded if answering is not None else []
         overhead_s = 0.0
         if answering is not None and answering.back_at:
             overhead_s = (answering.sent_at - x.at) + (now - answering.back_at)
@@ -243,8 +243,8 @@ class ModelCall:
                 call=self._call,
                 kinds=answering.kinds if answering is not None else [],
                 prompts=answering.prompts if answering is not None else [],
-                choices=recorded,
-                num_abandoned=answering.num_sampled if answering is not None and not recorded else 0,
+                choices=answering.recorded if answering is not None else [],
+                num_abandoned=answering.num_abandoned if answering is not None else 0,
                 total_s=now - x.at,
                 overhead_s=overhead_s,
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
 from typing import Any
 from urllib.parse import quote
 
@@ -154,14 +153,7 @@ class Service:
         metadata = self._metadata.pop(key, {})
         # Encoding all its answers again takes a while, and nobody else uses it any more.
         facts = await asyncio.to_thread(summary, episode, metadata)
-        self.count_skew(episode)
         return json_out(facts)
-
-    def count_skew(self, episode: Episode) -> None:
-        skew = episode.skew()
-        self._metrics.skewed += Counter(
-            answers=skew.num_answers, skewed_answers=skew.num_skewed, tokens=skew.num_tokens, skewed_tokens=skew.num_skewed_tokens
-        )
 
     def _missing(self, key: str) -> ApiError:
         return closed_error(key) if self._gateway.episodes.is_closed(key) else ApiError(404, f"there is no episode {key!r}")

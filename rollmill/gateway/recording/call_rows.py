@@ -40,6 +40,8 @@ def new_call_id(now: float | None = None) -> str:
 class RecordedChoice(msgspec.Struct, frozen=True, kw_only=True):
     """One finished choice."""
 
+    prompt: int = 0
+    """Which of the call's prompts it answers."""
     message: ChatMessage
     """As the client was told."""
     finish: Finish
@@ -73,7 +75,7 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
     prompts: list[list[int]] = []
     """Token ids as they went to the replica."""
     choices: list[RecordedChoice] = []
-    """Prompt by prompt; those of one prompt are as many as `call.num_choices`."""
+    """Prompt by prompt; fewer than were asked for when some did not end."""
     num_abandoned: int = 0
     """Sampled tokens that the client did not wait for."""
     total_s: float = 0.0
@@ -117,7 +119,7 @@ class Row(NamedTuple):
     request: bytes
     """zstd of JSON: {"chat": ChatCall} or {"text": TextCall}; empty when the request could not be read."""
     response: bytes
-    """zstd of JSON: a list of {message, finish, stop_string, num_used}."""
+    """zstd of JSON: a list of {prompt, message, finish, stop_string, num_used}."""
     tokens: bytes
     """zstd of MessagePack: {prompts: [[num_shared, int32 bytes]...], replies: [GenerateReply...]}."""
 
@@ -143,6 +145,7 @@ class _Wire(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class _Said(msgspec.Struct, frozen=True, kw_only=True):
+    prompt: int = 0
     message: ChatMessage
     finish: Finish
     stop_string: str | None = None
@@ -169,7 +172,10 @@ class RowEncoder:
         base = self._find(record.episode, prompts[0], is_there) if prompts else None
         request = _request_json(record.call) if record.call is not None else b""
         spans = [s for c in record.choices for s in c.reply.spans]
-        said = [_Said(message=c.message, finish=c.finish, stop_string=c.stop_string, num_used=c.num_used) for c in record.choices]
+        said = [
+            _Said(prompt=c.prompt, message=c.message, finish=c.finish, stop_string=c.stop_string, num_used=c.num_used)
+            for c in record.choices
+        ]
         told = [_told(p, base) for p in prompts]
         tokens = _Tokens(prompts=told, replies=[c.reply for c in record.choices])
         if record.episode and prompts:
@@ -250,7 +256,7 @@ def decode_row(row: Row, bases: Mapping[int, Base]) -> tuple[CallRecord, Base]:
         kinds=row.kinds.split(",") if row.kinds else [],
         prompts=[p.tolist() for p in prompts],
         choices=[
-            RecordedChoice(message=s.message, finish=s.finish, stop_string=s.stop_string, num_used=s.num_used, reply=r)
+            RecordedChoice(prompt=s.prompt, message=s.message, finish=s.finish, stop_string=s.stop_string, num_used=s.num_used, reply=r)
             for s, r in zip(said, replies, strict=True)
         ],
         num_abandoned=row.num_abandoned,

@@ -62,8 +62,7 @@ def rebuild(episode: Episode, calls: Iterable[CallRecord]) -> int:
     for record in sorted(calls, key=lambda r: r.at):
         if record.call is None or not record.prompts:
             continue
-        num_each = record.call.num_choices
-        for _ in range(len(record.prompts) * num_each):
+        for _ in range(len(record.prompts) * record.call.num_choices):
             episode.next_seed()
         is_left = record.status == STATUS_CLIENT_GONE and not record.choices
         for i, prompt_ids in enumerate(record.prompts if record.choices or is_left else ()):
@@ -73,9 +72,10 @@ def rebuild(episode: Episode, calls: Iterable[CallRecord]) -> int:
                     f"call {record.id} of episode {record.episode} was sampled after {len(prompt_ids)} tokens that this model would not "
                     f"render the same; give the gateway the model that recorded it, or start without the record"
                 )
-            for choice in record.choices[i * num_each : (i + 1) * num_each]:
-                episode.add(placement, choice.reply, choice.message, num_used=choice.num_used)
-                num += 1
+            for choice in record.choices:
+                if choice.prompt == i:
+                    episode.add(placement, choice.reply, choice.message, num_used=choice.num_used)
+                    num += 1
             if is_left and i == 0:
                 episode.abandon(placement, record.num_abandoned)
     return num

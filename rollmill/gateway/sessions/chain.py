@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 
 import msgspec
 from blake3 import blake3
 
-from rollmill.chat.messages import ChatMessage, Tool
+from rollmill.chat.messages import ChatMessage, ChatRole, Tool
 
 MAX_REMEMBERED = 16_384
 
@@ -51,11 +52,20 @@ class Keys:
 
 def _said(message: ChatMessage) -> tuple[bytes, bytes]:
     """What a message says, and the ids in it."""
+    if message.role is ChatRole.ASSISTANT:
+        message = msgspec.structs.replace(message, text=_plain(message.text))
     if not message.calls and not message.call_id:
         return _digest(message.key()), b""
     calls = tuple(msgspec.structs.replace(c, id="") for c in message.calls)
     words = msgspec.structs.replace(message, calls=calls, call_id="").key()
     return _digest(words), _digest(msgspec.msgpack.encode(([c.id for c in message.calls], message.call_id)))
+
+
+def _plain(text: str) -> str:
+    """Clients and what lies between change line ends and how accents are composed; an answer is the same answer nevertheless."""
+    if "\r" in text:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return text if text.isascii() else unicodedata.normalize("NFC", text)
 
 
 def _digest(data: bytes) -> bytes:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 
@@ -25,6 +26,7 @@ from rollmill.gateway.sessions.placement import COUNTED_AS, EpisodeClosed, Episo
 from rollmill.gateway.sessions.prefixes import num_shared
 from rollmill.gateway.sessions.raw import RawBook
 from rollmill.gateway.sessions.skew import Skew, skew_of
+from rollmill.gateway.sessions.telling import told
 from rollmill.gateway.sessions.windows import windows_of
 from rollmill.model.route_record import RouteShape
 from rollmill.records import Boundary, RunFailure, SourceSpan, Window
@@ -48,11 +50,13 @@ class Episode:
         realign_tokens: int = 64,
         max_answers: int = MAX_ANSWERS,
         max_tokens: int = MAX_TOKENS,
+        max_answer_tokens: int | None = None,
     ) -> None:
-        """`sampling` is imposed on every call; None leaves it to the client."""
+        """`sampling` is imposed on every call; None leaves it to the client. `max_answer_tokens`: no answer may have more, whatever
+        its call asks for."""
         self.key, self.chat, self.seed, self.sampling = key, chat, seed, sampling
         self.min_version, self.wants_routes, self.realign_tokens = min_version, wants_routes, realign_tokens
-        self.max_answers, self.max_tokens = max_answers, max_tokens
+        self.max_answers, self.max_tokens, self.max_answer_tokens = max_answers, max_tokens, max_answer_tokens
         self.graph = Graph()
         self.tally: Counter[str] = Counter()
         self.oldest_version: int | None = None
@@ -63,7 +67,8 @@ class Episode:
         self._book = Book()
         self._raw = RawBook(chat.tokenizer)
         self._lock = threading.Lock()
-        self._num_calls = 0
+        self.num_calls = 0
+        """Requests that were placed, answered or not."""
         self._counted: set[int] = set()
         self._route_shape: RouteShape | None = None
 
@@ -123,9 +128,12 @@ class Episode:
         """
         if self.is_closed:
             self.tally["late"] += 1
+            self.tally["late_tokens"] += len(reply.token_ids)
             return None
         num = len(reply.token_ids) if num_used is None else num_used
         assert 0 <= num <= len(reply.token_ids), f"{num} of {len(reply.token_ids)} tokens are to be used"
+        if num < len(reply.token_ids):
+            self.tally["unused_tokens"] += len(reply.token_ids) - num
         with self._lock:
             sample = self._sample(placement, self._joined(placement), reply, message, num)
             if not sample.prompt.samples:
@@ -151,18 +159,26 @@ class Episode:
         """What is trained: every token that counts in exactly one window."""
         return windows_of(self.graph, realign_tokens=self.realign_tokens)
 
+    def untrained(self) -> Counter[str]:
+        """Tokens that were sampled for this episode and are trained in no window, by why not. With those that are trained: all of them."""
+        found = Counter({name: self.tally[f"{name}_tokens"] for name in ("unused", "abandoned", "late")})
+        for sample in self.graph.samples:
+            if not sample.is_own:
+                continue
+            held = self.graph.num_held(sample, self.realign_tokens)
+            found["cut" if sample.counts else "orphaned"] += len(sample.ids) - held
+            found["forced"] += sum(max(0, min(end, held) - start) for start, end in sample.forced)
+        return +found
+
     def messages(self) -> tuple[dict[str, Any], ...]:
         """For people: the conversation of the longest window."""
-        leaves = list(self.graph.leaves(self.realign_tokens))
-        if not leaves:
-            return ()
-        said: list[ChatMessage] = []
-        for prompt, sample, _ in path_of(max(leaves, key=lambda s: s.prompt.end + len(s.ids))):
-            if prompt.said is not None:
-                said[-1] = prompt.said
-            said += prompt.messages if prompt.messages is not None else (self._read(prompt),)
-            said.append(sample.message)
-        return tuple(m.as_template() for m in said)
+        leaf = max(self.graph.leaves(self.realign_tokens), key=lambda s: s.prompt.end + len(s.ids), default=None)
+        return tuple(told(m) for m in self._conversation(leaf)) if leaf is not None else ()
+
+    def answer(self) -> str:
+        """What was said last, in whichever window: after a compaction that is hardly ever the longest."""
+        *_, leaf = (None, *self.graph.leaves(self.realign_tokens))
+        return self._conversation(leaf)[-1].text if leaf is not None else ""
 
     def skew(self) -> Skew:
         """How far the answers' text is from their tokens: what an encoder would have made of them."""
@@ -184,9 +200,10 @@ class Episode:
             realign_tokens=self.realign_tokens,
             max_answers=self.max_answers,
             max_tokens=self.max_tokens,
+            max_answer_tokens=self.max_answer_tokens,
         )
         other.graph, leaf = self.graph.branch(at)
-        other.num_seeds, other._route_shape, other._num_calls = self.num_seeds, self._route_shape, self._num_calls
+        other.num_seeds, other._route_shape, other.num_calls = self.num_seeds, self._route_shape, self.num_calls
         for sample in other.graph.samples:
             if sample.key is not None:
                 other._book.put(sample.key, sample)
@@ -227,8 +244,8 @@ class Episode:
             if prompt.parent is not None:
                 self.graph.follow(prompt.parent)
                 self.tally["orphaned"] = self.graph.num_orphans
-            call = self._num_calls
-            self._num_calls += 1
+            call = self.num_calls
+            self.num_calls += 1
         return Placement(
             kind=kind,
             prompt_ids=np.concatenate([*ids_before(prompt.parent, prompt.num_kept), prompt.context]).tolist(),
@@ -270,8 +287,10 @@ class Episode:
         """The request's place; that of an equal one when it was answered while this one was on its way."""
         new = placement.prompt
         assert new is not None, "a placement of no episode was added to one"
-        if new.samples or placement.key is None:
+        if new.samples:
             return new
+        if placement.key is None:
+            return self._raw.find_ids(placement.prompt_ids, self.graph)[0] or new
         old = self._book.prompt(placement.key)
         if old is None or old.parent is not new.parent or old.num_kept != new.num_kept or not np.array_equal(old.context, new.context):
             return new
@@ -281,12 +300,28 @@ class Episode:
         if self.is_closed:
             raise EpisodeClosed(f"episode {self.key} has ended")
         if len(self.graph.samples) >= self.max_answers:
+            self.tally["full"] += 1
             raise EpisodeFull(
                 f"episode {self.key} has {len(self.graph.samples)} answers, at most {self.max_answers} are kept; start another"
             )
         if self.graph.num_tokens + num_new > self.max_tokens:
+            self.tally["full"] += 1
             held = f"{self.graph.num_tokens} tokens and this request adds {num_new}"
             raise EpisodeFull(f"episode {self.key} holds {held}, at most {self.max_tokens} are kept; start another")
+
+    def _conversation(self, leaf: Sample) -> list[ChatMessage]:
+        said: list[ChatMessage] = []
+        for prompt, sample, _ in path_of(leaf):
+            if prompt.said is not None:
+                said[-1] = prompt.said
+            said += prompt.messages if prompt.messages is not None else (self._read(prompt),)
+            message = sample.message
+            if said and said[-1].role is ChatRole.ASSISTANT and not said[-1].calls:
+                # It was asked to go on with what was said already: together they are one answer.
+                begun = said.pop()
+                message = msgspec.structs.replace(message, text=begun.text + message.text, reasoning=begun.reasoning + message.reasoning)
+            said.append(message)
+        return said
 
     def _read(self, prompt: Prompt) -> ChatMessage:
         return ChatMessage(role=ChatRole.USER, text=self.chat.tokenizer.decode(prompt.context.tolist()))

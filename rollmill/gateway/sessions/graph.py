@@ -147,8 +147,15 @@ class Graph:
         An answer that clients repeat differently goes on in their version alone, unless that would lose more than `realign_tokens`.
         """
         for sample in self.samples:
-            if sample.counts and (sample.max_kept < 0 or len(sample.ids) - sample.max_kept > realign_tokens):
+            if sample.counts and (sample.max_kept < 0 or self.num_held(sample, realign_tokens) > sample.max_kept):
                 yield sample
+
+    def num_held(self, sample: Sample, realign_tokens: int) -> int:
+        """How many of its tokens the windows hold between them; the rest was told differently by every client that went on."""
+        if not sample.counts:
+            return 0
+        num = len(sample.ids)
+        return num if sample.max_kept < 0 or num - sample.max_kept > realign_tokens else sample.max_kept
 
     def branch(self, leaf: Sample | None) -> tuple[Graph, Sample | None]:
         """Another graph with the same past, none of it its own."""

@@ -14,6 +14,7 @@ from rollmill.gateway.replicas import NoAnswer, Replicas
 from rollmill.gateway.sessions.episode import Episode
 from rollmill.gateway.sessions.graph import Sample
 from rollmill.gateway.sessions.placement import Sampling
+from rollmill.gateway.sessions.telling import told
 from rollmill.gateway.sessions.windows import window_of
 from rollmill.records import Boundary, RunFailure, Window
 
@@ -53,7 +54,7 @@ class Session:
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The conversation so far, answers included, for people."""
-        return [m.as_template() for m in self._said]
+        return [told(m) for m in self._said]
 
     @property
     def num_tokens(self) -> int:
@@ -80,7 +81,11 @@ class Session:
         ContextFull when the prompt would reach `max_context` tokens, counted as the replica counts them.
         """
         episode, chat = self.episode, self.episode.chat
-        placement = episode.place([*self._said, *new], tools)
+        try:
+            placement = episode.place([*self._said, *new], tools)
+        except ValueError as error:
+            # A template may object to what a policy or a tool came up with: that ends this attempt, not the run.
+            raise RunFailure(Boundary.HARNESS, f"the conversation cannot be rendered: {error}") from error
         if len(placement.prompt_ids) >= max_context:
             raise ContextFull(len(placement.prompt_ids), max_context)
         sampling = episode.sampling or Sampling()
