@@ -26,7 +26,7 @@ class Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._is_busy = self._is_paused = False
         self._error: OSError | None = None
-        self.is_lost = False
+        """Why it is of no more use."""
 
     def begin(self, data: bytes, within_s: float) -> None:
         """Send a request; the whole reply has so many seconds."""
@@ -74,7 +74,7 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self._is_busy = False
-        if self.is_whole and self._keeps_alive and not self.is_lost and not self._is_paused:
+        if self.is_whole and self._keeps_alive and self._error is None and not self._is_paused:
             return True
         self.fail(ConnectionAbortedError("the connection was closed on our side"))
         return False
@@ -120,7 +120,6 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.is_lost = True
         self._idle.pop(self, None)
         if self._is_busy and self._has_head and not self._has_length and error is None:
             # Such a body ends with its connection.

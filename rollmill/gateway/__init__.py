@@ -1,7 +1,7 @@
 """The model-call seam: token-exact sessions over a set of replicas."""
 
 from rollmill.gateway.gateway import Gateway
-from rollmill.gateway.replicas import NoAnswer, Replicas
+from rollmill.gateway.routing.replicas import NoAnswer, Replicas
 from rollmill.gateway.sessions.episode import Episode
 from rollmill.gateway.sessions.placement import Sampling
 from rollmill.gateway.sessions.session import ContextFull, Reply, Session

@@ -18,7 +18,7 @@ from rollmill.engine.protocol import FinishReason, GenerateReply
 from rollmill.gateway.call import Answer, ChatCall, Event, EventKind, TextCall
 from rollmill.gateway.choice import Choice, Readers, Slot
 from rollmill.gateway.recording.call_rows import RecordedChoice
-from rollmill.gateway.replicas import NoAnswer, Replicas
+from rollmill.gateway.routing.replicas import NoAnswer, Replicas
 from rollmill.gateway.sessions.episode import Episode
 from rollmill.records import RunFailure
 from rollmill.web import ApiError
@@ -244,7 +244,7 @@ class Answering:
         except NoAnswer as error:
             if error.is_version:
                 raise self._failed(_unmet(error.reason)) from error
-            if "in time" in error.reason:
+            if error.is_slow:
                 raise self._failed(ApiError(504, f"no answer before the deadline: {error.reason}")) from error
             raise self._failed(_unavailable(f"no replica answered: {error.reason}")) from error
 

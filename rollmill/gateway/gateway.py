@@ -24,10 +24,10 @@ from rollmill.gateway.call import Ask, ChatCall, TextCall, ToolChoice
 from rollmill.gateway.choice import Slot
 from rollmill.gateway.constraints import constraint_of
 from rollmill.gateway.dialects.dialect import MAX_TOKENS
-from rollmill.gateway.pins import Pins
 from rollmill.gateway.recording.call_rows import EpisodeRecord
 from rollmill.gateway.recording.record import Recorder
-from rollmill.gateway.replicas import NoAnswer, Replicas
+from rollmill.gateway.routing.pins import Pins
+from rollmill.gateway.routing.replicas import NoAnswer, Replicas
 from rollmill.gateway.sessions.episode import Episode
 from rollmill.gateway.sessions.episodes import Episodes
 from rollmill.gateway.sessions.placement import EpisodeClosed, EpisodeFull, Placement, Sampling
@@ -125,7 +125,8 @@ class Gateway:
 
     async def _count_skew(self, episode: Episode) -> None:
         # Encoding all its answers again takes a while, and nobody else uses it any more.
-        self.ended_skew += await asyncio.to_thread(episode.skew)
+        skew = await asyncio.to_thread(episode.skew)
+        self.ended_skew += skew
 
     def watch(self, answering: Answering) -> None:
         if answering.episode is not None:

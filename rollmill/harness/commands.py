@@ -85,7 +85,7 @@ async def _run(
 
     from rollmill.chat.format import ChatFormat
     from rollmill.gateway import Gateway
-    from rollmill.gateway.replicas import Replicas
+    from rollmill.gateway.routing.replicas import Replicas
     from rollmill.harness import BoxTools, run_agent
     from rollmill.model.tokenizer import Tokenizer
     from rollmill.records import Task

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rollmill.chat.format import ChatFormat
 from rollmill.config import RunConfig
 from rollmill.gateway import Gateway
-from rollmill.gateway.replicas import Replicas
+from rollmill.gateway.routing.replicas import Replicas
 from rollmill.harness import Limits
 from rollmill.ledger import Ledger
 from rollmill.model import Tokenizer

@@ -23,11 +23,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "gateway"))
 from stub_replica import DEMO, StubReplica
 
+from rollmill.algorithms import DppoTv
 from rollmill.chat.format import ChatFormat
 from rollmill.engine.protocol import GenerateReply, GenerateRequest
 from rollmill.gateway import Gateway
 from rollmill.gateway.front.run import start_gateway
-from rollmill.gateway.replicas import Replicas
+from rollmill.gateway.routing.replicas import Replicas
 from rollmill.harness import Limits
 from rollmill.harness.program import Program
 from rollmill.model import Model, PackedAttention, load_model
@@ -42,7 +43,6 @@ from rollmill.tasks.repo import script
 from rollmill.telemetry import Waits
 from rollmill.trainer.batch import GradedEpisode, make_batch
 from rollmill.trainer.learn import Learner
-from rollmill.trainer.loss import LossConfig
 from rollmill.trainer.optimizer import MasterAdamW
 
 DEADLINE_S = 120.0
@@ -155,7 +155,7 @@ def learn(model_dir: Path, attempts: Sequence[Finished]) -> dict[str, float]:
     model, _ = load_model(model_dir)
     before = {name: t.clone() for name, t in model.serving_tensors().items()}
     optimizer = MasterAdamW(model, lr=1e-2, warmup_steps=0)
-    learner = Learner(model, optimizer, LossConfig(), temperature=1.0, length_norm=64.0, tokens_per_microbatch=16384)
+    learner = Learner(model, optimizer, DppoTv(), temperature=1.0, length_norm=64.0, tokens_per_microbatch=16384)
     group = [GradedEpisode(episode_id=d.trace.episode_id, reward=d.grade.reward, load=lambda d=d: d.trace) for d in attempts]  # type: ignore[misc]
     batch = make_batch([group])
     numbers, is_changed = learner.step(batch, version=0)

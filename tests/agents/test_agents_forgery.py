@@ -17,7 +17,7 @@ from test_agents_failures import ASK, say
 from rollmill.chat.format import ChatFormat
 from rollmill.gateway import Gateway
 from rollmill.gateway.front.run import start_gateway
-from rollmill.gateway.replicas import Replicas
+from rollmill.gateway.routing.replicas import Replicas
 from rollmill.harness.program import Program
 from rollmill.harness.remote import RemoteService, Reports
 from rollmill.records import Boundary, Grade, RunFailure, StopReason, Task

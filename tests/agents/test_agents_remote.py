@@ -20,7 +20,7 @@ from agent_stage import DEADLINE_S, EXAMPLES, FAMILY, LIMITS, TASK, ScriptedPoli
 from rollmill.chat.format import ChatFormat
 from rollmill.gateway import Gateway
 from rollmill.gateway.front.run import start_gateway
-from rollmill.gateway.replicas import Replicas
+from rollmill.gateway.routing.replicas import Replicas
 from rollmill.harness import remote
 from rollmill.harness.remote import RemoteService, Reports
 from rollmill.records import Boundary, RunFailure, StopReason

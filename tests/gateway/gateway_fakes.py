@@ -14,8 +14,8 @@ import numpy as np
 from rollmill.chat.format import ChatFormat
 from rollmill.chat.messages import ChatMessage, ChatRole
 from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest, Piece, Pressure, Timing, VersionSpan
-from rollmill.gateway.replicas import Replicas
-from rollmill.gateway.rotation import ReplicaClient
+from rollmill.gateway.routing.replicas import Replicas
+from rollmill.gateway.routing.rotation import ReplicaClient
 from rollmill.gateway.sessions.episode import Episode
 from rollmill.gateway.sessions.placement import Sampling
 from rollmill.gateway.sessions.session import Session

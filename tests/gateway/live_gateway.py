@@ -16,7 +16,7 @@ from rollmill.chat.format import ChatFormat
 from rollmill.gateway.front.keys import KeyRing
 from rollmill.gateway.front.run import GatewayServer, start_gateway
 from rollmill.gateway.gateway import Gateway
-from rollmill.gateway.replicas import Replicas
+from rollmill.gateway.routing.replicas import Replicas
 from rollmill.gateway.sessions.episode import Episode
 from rollmill.model.tokenizer import Tokenizer
 from rollmill.telemetry import Waits

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmill.engine.protocol import Pressure
-from rollmill.gateway.balance import MAX_ASIDE_S, MAX_FILL_RATIO, VERSION_KNOWN_S, Need, Standing, choose, is_hopeless
+from rollmill.gateway.routing.balance import MAX_ASIDE_S, MAX_FILL_RATIO, VERSION_KNOWN_S, Need, Standing, choose, is_hopeless
 
 NOW = 1000.0
 MANY = settings(max_examples=150, derandomize=True, deadline=None)

@@ -26,9 +26,9 @@ from rollmill.engine.engine import Engine
 from rollmill.engine.protocol import Constraint, ConstraintKind, FinishReason, GenerateReply, GenerateRequest, Piece, SwapMode, VersionSpan
 from rollmill.engine.replies import piece_of, reply_of
 from rollmill.engine.scheduler import Sequence
-from rollmill.gateway import replicas as replicas_module
-from rollmill.gateway.continuing import Gathered, sources_of
-from rollmill.gateway.replicas import Replicas
+from rollmill.gateway.routing import replicas as replicas_module
+from rollmill.gateway.routing.continuing import Gathered, sources_of
+from rollmill.gateway.routing.replicas import Replicas
 from rollmill.records import SourceSpan
 from rollmill.telemetry import Waits
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,8 @@ from rollmill.engine.client import EngineRejected
 from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest, Piece, Timing, VersionSpan
 from rollmill.gateway.call import Answer, ChatCall, Event, EventKind, Finish, TextCall
 from rollmill.gateway.gateway import Gateway
-from rollmill.gateway.replicas import NoAnswer
+from rollmill.gateway.recording.call_rows import CallRecord, EpisodeRecord
+from rollmill.gateway.routing.replicas import NoAnswer
 from rollmill.model.tokenizer import Tokenizer
 from rollmill.web import ApiError
 
@@ -121,7 +123,7 @@ TEXTS = st.lists(st.sampled_from(["a ", "STOP", "ST", "é", "🙂", "\n", CALL, 
 def test_answer_does_not_depend_on_how_it_was_cut(text: str, sizes: list[int], one_call: bool, stops: tuple[str, ...]) -> None:
     ids = [*TOKENIZER.encode(TOKENIZER.neutral(text).replace("< ", "<")), END]
     call = ChatCall(messages=HELLO, tools=(LS,), stops=stops, parallel_calls=not one_call)
-    events, streamed, gateway = heard(FakeReplicas(lambda r: ids, tuple(sizes)), call, streams=True)
+    events, streamed, gateway = heard(FakeReplicas(lambda r: ids, tuple(sizes)), msgspec.structs.replace(call, stream=True), streams=True)
     _, whole, _ = heard(FakeReplicas(lambda r: ids, (1,)), call, streams=False)
     assert [without_ids(a) for a in streamed] == [without_ids(a) for a in whole]
     (answer,) = streamed
@@ -129,8 +131,7 @@ def test_answer_does_not_depend_on_how_it_was_cut(text: str, sizes: list[int], o
     begun = [(e.call_id, e.name) for e in events if e.kind is EventKind.CALL]
     assert begun == [(c.id, c.name) for c in answer.calls] and (not one_call or len(begun) <= 1)
     assert answer.token_ids == ids[: len(answer.token_ids)]
-    if not begun or not one_call:
-        assert [t for e in events for t in e.token_ids] == answer.token_ids
+    assert [t for e in events for t in e.token_ids] == answer.token_ids, "nothing is told that is no part of the answer"
     assert events[-1].kind is EventKind.END and events[-1].answer == answer
     windows = gateway.episodes.get("e").windows()  # type: ignore[union-attr]
     if answer.token_ids:
@@ -144,6 +145,103 @@ def test_episode_has_the_answer_before_the_last_event_leaves() -> None:
         async for event in gateway.answer(ChatCall(messages=HELLO), episode, deadline=time.monotonic() + 60):
             if event.kind is EventKind.END:
                 assert len(episode.windows()) == 1
+
+    asyncio.run(main())
+
+
+def test_arguments_of_a_call_are_told_while_they_are_written() -> None:
+    call = '<tool_call>{"name": "ls", "arguments": {"path": "a/rather/long/path/to/a/file"}}</tool_call>'
+    replicas = FakeReplicas(lambda r: [*TOKENIZER.encode(call), END])
+    events, (answer,), _ = heard(replicas, ChatCall(messages=HELLO, tools=(LS,), stream=True), streams=True)
+    first = next(i for i, e in enumerate(events) if e.kind is EventKind.CALL)
+    parts = [e.text for e in events[first + 1 :] if e.kind is EventKind.ARGUMENTS]
+    assert len(parts) > 5 and events[first].text + "".join(parts) == answer.calls[0].arguments
+
+
+@pytest.mark.parametrize("asked", [None, 3, 100])
+def test_an_episode_may_cap_every_answer(asked: int | None) -> None:
+    async def main() -> Answer:
+        replicas = FakeReplicas(lambda r: TOKENIZER.encode("many words " * 50))
+        replicas.reason = FinishReason.LENGTH
+        gateway = gateway_of(replicas)
+        episode = gateway.open_episode("e", max_answer_tokens=5)
+        (answer,) = await gateway.answer(ChatCall(messages=HELLO, max_tokens=asked), episode, deadline=time.monotonic() + 60).whole()
+        return answer
+
+    answer = asyncio.run(main())
+    assert len(answer.token_ids) == (3 if asked == 3 else 5) and answer.finish is Finish.LENGTH
+
+
+def test_choices_that_ended_are_recorded_though_another_failed() -> None:
+    class LastFails(FakeReplicas):
+        async def generate(self, request: GenerateRequest, *, deadline: float) -> GenerateReply:
+            if len(self.requests) == 2:
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                raise NoAnswer("nobody is there")
+            return await super().generate(request, deadline=deadline)
+
+    async def main() -> None:
+        gateway = gateway_of(LastFails(lambda r: [*TOKENIZER.encode("hi"), END]))
+        episode = gateway.open_episode("e")
+        answering = gateway.answer(TextCall(prompts=("a", "b", "c")), episode, deadline=time.monotonic() + 60)
+        with pytest.raises(ApiError):
+            await answering.whole()
+        assert [(c.prompt, c.message.text) for c in answering.recorded] == [(0, "hi"), (1, "hi")]
+        assert len(episode.windows()) == 2
+
+    asyncio.run(main())
+
+
+def test_skew_of_every_ended_episode_is_counted() -> None:
+    async def main() -> None:
+        gateway = gateway_of(FakeReplicas(lambda r: [*TOKENIZER.encode("hi"), END]))
+        for key in ("a", "b"):
+            episode = gateway.open_episode(key)
+            await gateway.answer(ChatCall(messages=HELLO), episode, deadline=time.monotonic() + 60).whole()
+        gateway.end_episode("a")
+        gateway.sweep(time.monotonic() + 1e6)
+        await asyncio.gather(*gateway._counting)
+        assert gateway.ended_skew.num_answers == 2
+
+    asyncio.run(main())
+
+
+class ListRecorder:
+    """A recorder that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.records: list[CallRecord | EpisodeRecord] = []
+
+    def put(self, record: CallRecord | EpisodeRecord) -> None:
+        self.records.append(record)
+
+    async def close(self) -> None:
+        pass
+
+
+def test_a_gateway_that_closes_leaves_its_episodes_open_in_the_record() -> None:
+    class Endless(FakeReplicas):
+        is_asked = asyncio.Event()
+
+        async def generate(self, request: GenerateRequest, *, deadline: float) -> GenerateReply:
+            self.is_asked.set()
+            return await asyncio.get_running_loop().create_future()
+
+        async def close(self) -> None:
+            pass
+
+    async def main() -> None:
+        replicas, recorder = Endless(lambda r: []), ListRecorder()
+        gateway = gateway_of(replicas, recorder=recorder)
+        answering = gateway.answer(ChatCall(messages=HELLO), gateway.open_episode("e"), deadline=time.monotonic() + 60)
+        task = asyncio.create_task(answering.whole())
+        await asyncio.wait_for(replicas.is_asked.wait(), 10)
+        await gateway.close()
+        with pytest.raises(ApiError) as caught:
+            await task
+        assert caught.value.status_code == 503
+        assert [(r.key, r.is_open) for r in recorder.records if isinstance(r, EpisodeRecord)] == [("e", True)]
 
     asyncio.run(main())
 
@@ -163,7 +261,7 @@ def test_choices_share_a_prompt_and_not_a_seed() -> None:
     ("error", "reason", "status", "is_ours"),
     [
         (NoAnswer("nobody is there"), FinishReason.STOP, 503, True),
-        (NoAnswer("the replica did not answer in time"), FinishReason.STOP, 504, True),
+        (NoAnswer("the replica did not answer in time", is_slow=True), FinishReason.STOP, 504, True),
         (NoAnswer("version 3 is past", is_version=True), FinishReason.STOP, 409, True),
         (EngineRejected("http://10.0.0.1:1 answered 400: the prompt has 9 tokens, the context 8"), FinishReason.STOP, 400, False),
         (None, FinishReason.DEADLINE, 504, True),

@@ -18,8 +18,8 @@ from engine_worlds import CONFIG, Server, tiny_model, write_model
 
 from rollmill.engine.client import EngineClient
 from rollmill.engine.protocol import GenerateReply, GenerateRequest, Piece
-from rollmill.gateway.continuing import sources_of
-from rollmill.gateway.replicas import Replicas
+from rollmill.gateway.routing.continuing import sources_of
+from rollmill.gateway.routing.replicas import Replicas
 from rollmill.model import ModelConfig, MoEConfig
 from rollmill.telemetry import Waits
 

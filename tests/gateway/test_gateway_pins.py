@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from rollmill.gateway.pins import KEPT_S, MAX_KEPT, Pins
-from rollmill.gateway.replicas import NoAnswer
+from rollmill.gateway.routing.pins import KEPT_S, MAX_KEPT, Pins
+from rollmill.gateway.routing.replicas import NoAnswer
 
 
 class Tags:

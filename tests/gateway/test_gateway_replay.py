@@ -8,14 +8,14 @@ from collections.abc import AsyncGenerator
 import pytest
 from gateway_fakes import TOKENIZER, open_session, soon, tool, user, with_replicas
 
+from rollmill.algorithms import DppoTv
 from rollmill.engine.engine import Engine
 from rollmill.engine.protocol import GenerateReply, GenerateRequest, Piece, Pressure
-from rollmill.gateway.replicas import Replicas
+from rollmill.gateway.routing.replicas import Replicas
 from rollmill.model import Model, ModelConfig, MoEConfig
 from rollmill.records import Window
 from rollmill.trainer.batch import Lesson, StepBatch
 from rollmill.trainer.learn import Learner
-from rollmill.trainer.loss import LossConfig
 from rollmill.trainer.optimizer import MasterAdamW
 
 CONFIG = ModelConfig(
@@ -88,7 +88,7 @@ def scored(windows: list[Window], mode: str) -> dict[str, float]:
     """The numbers of a learner at the engine's version that replays in this mode."""
     model = sharp("exact")
     optimizer = MasterAdamW(model, lr=1e-6, warmup_steps=0, clip_norm=1.0, eps=1e-8)
-    learner = Learner(model, optimizer, LossConfig(), temperature=1.0, length_norm=8.0, tokens_per_microbatch=512, router_replay=mode)
+    learner = Learner(model, optimizer, DppoTv(), temperature=1.0, length_norm=8.0, tokens_per_microbatch=512, router_replay=mode)
     lessons = [Lesson(window=w, advantage=1.0) for w in windows]
     batch = StepBatch(lessons=lessons, num_episodes=5, rewards=[], num_groups=1, num_groups_without_signal=0, num_tokens=0)
     return learner.step(batch, version=3)[0]

@@ -15,9 +15,9 @@ from replica_worlds import FakeReplica, reply_to
 
 from rollmill.engine.client import EngineRejected, EngineUnavailable, VersionUnmet
 from rollmill.engine.protocol import GenerateReply, GenerateRequest, Pressure
-from rollmill.gateway import replicas as replicas_module
-from rollmill.gateway import rotation as rotation_module
-from rollmill.gateway.replicas import NoAnswer, Replicas
+from rollmill.gateway.routing import replicas as replicas_module
+from rollmill.gateway.routing import rotation as rotation_module
+from rollmill.gateway.routing.replicas import NoAnswer, Replicas
 from rollmill.telemetry import Waits
 
 ROOT = Path(__file__).parents[2]
@@ -143,7 +143,7 @@ def test_conversation_stays_with_its_replica() -> None:
 
 def test_route_of_a_conversation_is_the_same_in_every_process() -> None:
     code = (
-        "from rollmill.gateway.balance import *\n"
+        "from rollmill.gateway.routing.balance import *\n"
         "standings = [Standing.of(f'http://{c}', 0.0) for c in 'abc']\n"
         "print([choose(standings, Need(session=f's{i}'), 0.0) for i in range(30)])\n"
     )

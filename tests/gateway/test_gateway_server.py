@@ -19,10 +19,10 @@ from stub_replica import StubReplica
 from rollmill.gateway.front.keys import KeyRing, KeySpec, digest_of
 from rollmill.gateway.front.model_call import Limits
 from rollmill.gateway.front.route import Incoming, Outgoing, Route, json_out
-from rollmill.gateway.pins import Pins
 from rollmill.gateway.recording.record import SqliteRecorder
 from rollmill.gateway.recording.recorded import read_calls
 from rollmill.gateway.recording.restore import kept_secret, restore
+from rollmill.gateway.routing.pins import Pins
 from rollmill.gateway.sessions.placement import Sampling
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]

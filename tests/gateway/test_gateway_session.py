@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollmill.engine.client import EngineRejected
 from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest
-from rollmill.gateway.replicas import Replicas
+from rollmill.gateway.routing.replicas import Replicas
 from rollmill.gateway.sessions.session import ContextFull, Session
 from rollmill.records import Boundary, RunFailure, Window
 

@@ -23,10 +23,10 @@ from rollmill.engine.protocol import (
     Pressure,
     VersionSpan,
 )
-from rollmill.gateway import replicas as replicas_module
-from rollmill.gateway.continuing import ContinuedReply, sources_of
-from rollmill.gateway.replicas import NoAnswer, Replicas
-from rollmill.gateway.rotation import Late, Member, ReplicaClient, Running
+from rollmill.gateway.routing import replicas as replicas_module
+from rollmill.gateway.routing.continuing import ContinuedReply, sources_of
+from rollmill.gateway.routing.replicas import NoAnswer, Replicas
+from rollmill.gateway.routing.rotation import Late, Member, ReplicaClient, Running
 from rollmill.model.route_record import RouteRecord
 from rollmill.records import SourceSpan
 from rollmill.telemetry import Waits

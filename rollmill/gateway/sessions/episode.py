@@ -18,7 +18,7 @@ from blake3 import blake3
 from rollmill.chat.format import ChatFormat
 from rollmill.chat.messages import ChatMessage, ChatRole, Tool
 from rollmill.engine.protocol import GenerateReply, VersionSpan
-from rollmill.gateway.continuing import sources_of
+from rollmill.gateway.routing.continuing import sources_of
 from rollmill.gateway.sessions.chain import Key
 from rollmill.gateway.sessions.graph import Graph, Prompt, Sample, ids_before, path_of, routed_before, routes_in
 from rollmill.gateway.sessions.match import Book

@@ -10,7 +10,7 @@ import msgspec
 from rollmill.chat.messages import ChatMessage, Tool
 from rollmill.engine.client import EngineRejected
 from rollmill.engine.protocol import FinishReason, GenerateRequest
-from rollmill.gateway.replicas import NoAnswer, Replicas
+from rollmill.gateway.routing.replicas import NoAnswer, Replicas
 from rollmill.gateway.sessions.episode import Episode
 from rollmill.gateway.sessions.graph import Sample
 from rollmill.gateway.sessions.placement import Sampling

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable
 
-from rollmill.gateway.replicas import NoAnswer
+from rollmill.gateway.routing.replicas import NoAnswer
 
 KEPT_S = 1.0
 MAX_KEPT = 256

@@ -15,9 +15,9 @@ import msgspec
 
 from rollmill.engine.client import EngineClient, EngineRejected, EngineUnavailable, VersionUnmet
 from rollmill.engine.protocol import GenerateReply, GenerateRequest, Piece, Pressure, Timing
-from rollmill.gateway.balance import Need, choose, is_hopeless
-from rollmill.gateway.continuing import Contradiction, Unfinished, bounded
-from rollmill.gateway.rotation import Late, Member, ReplicaClient, Rotation
+from rollmill.gateway.routing.balance import Need, choose, is_hopeless
+from rollmill.gateway.routing.continuing import Contradiction, Unfinished, bounded
+from rollmill.gateway.routing.rotation import Late, Member, ReplicaClient, Rotation
 from rollmill.telemetry import Waits
 
 RETRY_S = 0.2
@@ -28,10 +28,11 @@ PASSING = (EngineUnavailable, VersionUnmet, Contradiction)
 class NoAnswer(RuntimeError):
     """No replica answered; asking again later may help."""
 
-    def __init__(self, reason: str, *, is_version: bool = False, is_late: bool = True) -> None:
-        """`reason`: the last problem. `is_version`: a version was asked for that nobody serves. `is_late`: the deadline has passed."""
+    def __init__(self, reason: str, *, is_version: bool = False, is_late: bool = True, is_slow: bool = False) -> None:
+        """`reason`: the last problem. `is_version`: a version was asked for that nobody serves. `is_late`: the deadline has passed.
+        `is_slow`: while a replica was at work."""
         super().__init__(f"no answer before the deadline; the last problem was: {reason}" if is_late else f"no answer: {reason}")
-        self.reason, self.is_version = reason, is_version
+        self.reason, self.is_version, self.is_slow = reason, is_version, is_slow
 
 
 class _Trip:
@@ -93,8 +94,8 @@ class _Trip:
         first_token_s = self._first_token_at - self.began if self._first_token_at else 0.0
         return Timing(queue_s=queue_s, first_token_s=first_token_s, total_s=self.elapsed_s)
 
-    def given_up(self, problem: str = "") -> NoAnswer:
-        return NoAnswer(problem or self._problem, is_version=self._is_version and not problem)
+    def given_up(self) -> NoAnswer:
+        return NoAnswer(self._problem, is_version=self._is_version)
 
 
 class Replicas:
@@ -135,7 +136,7 @@ class Replicas:
                         self.num_retries += 1
                         trip.failed(member, error)
                     except Late as error:
-                        raise trip.given_up("the replica did not answer in time") from error
+                        raise NoAnswer("the replica did not answer in time", is_slow=True) from error
                     else:
                         return _answered(member, reply)
 
@@ -172,7 +173,7 @@ class Replicas:
                     except PASSING as error:
                         whole = self._broken(work, trip, member, error)
                     except Late as error:
-                        raise trip.given_up("the replica did not answer in time") from error
+                        raise NoAnswer("the replica did not answer in time", is_slow=True) from error
                     except EngineRejected as error:
                         if not work.num_tokens:
                             raise

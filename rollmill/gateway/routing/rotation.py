@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from rollmill.engine.client import EngineRejected, EngineUnavailable, VersionUnmet
 from rollmill.engine.protocol import GenerateReply, GenerateRequest, Piece, Pressure
-from rollmill.gateway.balance import Standing
+from rollmill.gateway.routing.balance import Standing
 
 POLL_S = 0.5
 # While a call waits for a version: what it waits for is news of the replicas.

@@ -1,0 +1,1 @@
+"""Which replica answers, and what happens when it does not."""
