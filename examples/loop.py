@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from rollmill.algorithms import DppoTv
 from rollmill.chat.format import ChatFormat
 from rollmill.engine.run import run_engine
 from rollmill.gateway import Gateway, Replicas
@@ -38,7 +39,6 @@ from rollmill.telemetry import Waits
 from rollmill.trainer.batch import GradedEpisode, make_batch
 from rollmill.trainer.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from rollmill.trainer.learn import Learner
-from rollmill.trainer.loss import LossConfig
 from rollmill.trainer.optimizer import MasterAdamW
 from rollmill.weights import Published, Publisher, open_store
 
@@ -179,7 +179,7 @@ class Trainer:
         self.run_dir, self.num_steps, self.stop, self.store = run_dir, num_steps, stop, open_store(run_dir / "weights")
         model, _ = load_model(MODEL)
         self.optimizer = MasterAdamW(model, lr=6e-4, warmup_steps=5)
-        self.learner = Learner(model, self.optimizer, LossConfig(), temperature=TEMPERATURE, length_norm=64.0, tokens_per_microbatch=8192)
+        self.learner = Learner(model, self.optimizer, DppoTv(), temperature=TEMPERATURE, length_norm=64.0, tokens_per_microbatch=8192)
         self.ledger = Ledger.create_or_open(run_dir, Role.TRAINER)
         self.version = -1
         self.newest: Published | None = None

@@ -10,12 +10,15 @@ from typing import Annotated, Any
 
 import typer
 
+from rollmill.bench.staleness_command import bench_staleness_command
 from rollmill.chat.commands import template_app
 from rollmill.fleet.commands import gateway_command, serve_command
 from rollmill.harness.commands import agent_app
 from rollmill.model.commands import import_model
 from rollmill.numerics.commands import numerics_app
 from rollmill.sandbox.commands import sandbox_app
+from rollmill.tinker.commands import tinker_command
+from rollmill.trackers.commands import track_command
 from rollmill.weights.commands import weights_app
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Train LLM agents by asynchronous RL.")
@@ -33,6 +36,9 @@ app.add_typer(agent_app, name="agent")
 model_app.command("import")(import_model)
 app.command("gateway")(gateway_command)
 app.command("serve")(serve_command)
+app.command("track")(track_command)
+app.command("tinker")(tinker_command)
+bench_app.command("staleness")(bench_staleness_command)
 
 
 @tasks_app.command("export")

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from rollmill import algorithms
+
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
@@ -137,13 +139,27 @@ class TrainerSection(Section):
     """The gradient's global norm is cut here. Set it near the usual norm, so that one wild batch moves little."""
     max_staleness: int = Field(4, ge=0)
     """A group whose oldest token is more than this many weight versions old is dropped, never trained."""
-    loss: Literal["dppo_tv"] = "dppo_tv"
-    tv_delta: float = Field(0.2, gt=0, le=1)
-    """dppo_tv: a token stops pushing once its probability moved this far in the advantage's direction."""
-    kl_tau: float = Field(2e-3, ge=0)
-    """dppo_tv: pull towards the sampling policy."""
-    ratio_cap: float = Field(20.0, ge=1)
-    """dppo_tv: the importance ratio is cut here, one-sided."""
+    loss: str = "dppo_tv"
+    """The policy loss, by name."""
+    loss_options: dict[str, Any] = {}
+    """Options of that loss; what is not given has its default."""
+    corrections: tuple[str, ...] = ("veto", "opsm")
+    """What keeps tokens and windows from teaching, or weighs them, whatever the loss."""
+    correction_options: dict[str, dict[str, Any]] = {}
+    """A table of options for each of them."""
+    aggregation: Literal["loss", "constant", "token_mean", "sequence_mean"] = "loss"
+    """How tokens are summed up: constant = divided by episodes and length_norm; token_mean = by sampled tokens; sequence_mean = by the
+    tokens of each episode, then by episodes; loss = as the loss was published."""
+    minibatches: int = Field(1, ge=1)
+    """Updates per step, each on its share of the batch; a version is published after the last."""
+    kl_ref: float = Field(0.0, ge=0)
+    """What a nat of divergence from the model that training started from takes from a token's advantage; 0: off, no second model."""
+    advantage: str = "leave_one_out"
+    """How the rewards of a group become advantages, by name."""
+    advantage_options: dict[str, Any] = {}
+    """Options of that advantage; what is not given has its default."""
+    effort: dict[str, Any] = {}
+    """What the effort of an episode takes from its reward; empty: nothing."""
     router_replay: Literal["off", "r3", "r3_plausible"] = "off"
     """Models with experts: off = the router chooses anew; r3 = the experts that the engine took are imposed; r3_plausible = those
     that the router finds plausible now."""
@@ -159,6 +175,15 @@ class TrainerSection(Section):
     """Where the model in training lies: cpu, cuda or cuda:1."""
     batch_s: float = Field(600.0, gt=0)
     """The trainer gives up, naming who it waits for, when no batch is ready for this long."""
+
+    @model_validator(mode="after")
+    def _algorithms(self) -> TrainerSection:
+        loss = algorithms.loss_options(self.loss, self.loss_options)
+        algorithms.corrections_of(self.corrections, self.correction_options, loss)
+        algorithms.advantage_options(self.advantage, self.advantage_options)
+        if algorithms.effort_options(self.effort).scale and self.advantage == "max_rl":
+            raise ValueError("trainer.effort makes rewards negative, which the advantage 'max_rl' cannot divide by; use one of the two")
+        return self
 
 
 class EngineSection(Section):
@@ -291,7 +316,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
 def _explain(error: Any) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        known = known_keys()
+        known = [*known_keys(), *(f"trainer.loss_options.{name}" for kind in algorithms.LOSSES.values() for name in kind.__struct_fields__)]
         near = difflib.get_close_matches(key, known, 1, 0.0)
         leaf = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
         return f"unknown key {key!r}; the nearest known key is {(leaf or near)[0]!r}"

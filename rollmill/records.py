@@ -134,6 +134,12 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
     """Named components of the reward, for people."""
     note: str = ""
     """One line that says why."""
+    role: str = ""
+    """The part that the episode played in a group of several agents; only episodes of the same role are compared."""
+    environment: str = ""
+    """Version of the environment, where it can change during a run; only episodes of the same one are compared."""
+    chain_root: str = ""
+    """The state that the episode was forked from; only episodes from the same one are compared."""
 
 
 class SourceSpan(msgspec.Struct, frozen=True, array_like=True):

@@ -9,5 +9,6 @@ rollmill() { "$PYTHON" -m rollmill.cli "$@"; }
 rollmill tasks export documents --num "$((ROWS / 3))" --seed 1 --levels 1,2 --out "$BUILD/text.jsonl"
 rollmill tasks export traces --num "$ROWS" --seed 2 --levels 1,2 --expert-frac "$EXPERT" --out "$BUILD/traces.jsonl"
 rollmill model new "$BUILD/fresh" --text "$BUILD/text.jsonl" --text "$BUILD/traces.jsonl" --hidden-size "$HIDDEN" --num-layers "$LAYERS"
-rollmill midtrain "$BUILD/fresh" --data "$BUILD/text.jsonl" --out "$BUILD/mid" --steps "$MID_STEPS" --lr "$LR" --device "$DEVICE"
-rollmill sft "$BUILD/mid" --data "$BUILD/traces.jsonl" --out "$OUT" --steps "$SFT_STEPS" --lr "$LR" --device "$DEVICE"
+rollmill midtrain "$BUILD/fresh" --data "$BUILD/text.jsonl" --out "$BUILD/mid" --steps "$MID_STEPS" --lr "$LR" --device "$DEVICE" --cache "$BUILD/cache" --resume
+rollmill sft "$BUILD/mid" --data "$BUILD/traces.jsonl" --out "$OUT" --steps "$SFT_STEPS" --lr "$LR" --device "$DEVICE" --cache "$BUILD/cache" --resume
+rm -rf "$OUT/stage"

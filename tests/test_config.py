@@ -163,7 +163,7 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
             "episode_s": draw(positive),
             "tool_latency_s": [low, low + draw(st.floats(0, 10))],
         },
-        "trainer": {"lr": draw(positive), "max_staleness": draw(st.integers(1, 99)), "kl_tau": draw(st.floats(0, 1))},
+        "trainer": {"lr": draw(positive), "max_staleness": draw(st.integers(1, 99)), "loss_options": {"kl_tau": draw(st.floats(0, 1))}},
         "engine": {"num_replicas": draw(st.integers(1, 9)), "port": draw(st.sampled_from([0, 1, 8000]))},
     }
 

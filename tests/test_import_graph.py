@@ -14,7 +14,8 @@ PACKAGE = ROOT / "rollmill"
 
 ALLOWED: dict[str, tuple[str, ...]] = {
     "records": (),
-    "config": ("records",),
+    "algorithms": (),
+    "config": ("records", "algorithms"),
     "telemetry": ("records",),
     "web": (),
     "ledger": ("records",),
@@ -32,7 +33,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("records", "config", "telemetry", "web", "chat", "gateway", "harness", "sandbox", "tasks", "ledger", "model"),
         *("engine.protocol", "engine.client"),
     ),
-    "trainer": ("records", "config", "telemetry", "ops", "model", "weights", "ledger"),
+    "trackers": (),
+    "tinker": ("trainer", "model", "engine", "weights", "web", "ops"),
+    "trainer": ("records", "algorithms", "config", "telemetry", "ops", "model", "weights", "ledger"),
 }
 """Part -> what it may import besides itself; `fleet`, `bench` and `cli` stand on top and may import anything but `cli`."""
 

@@ -1,6 +1,6 @@
 """What old samples cost: the same small task learnt from samplers that lag by a known number of versions, with correction and without.
 
-A model of a few thousand weights learns to count on from a token. Sampler and trainer are the real parts, the lag is imposed, so that
+A model of 21 thousand weights learns to count on from a token. Sampler and trainer are the real parts, the lag is imposed, so that
 a cell depends on nothing but its lag, its loss and its seed. Shapes: N sequences, T tokens.
 """
 
@@ -29,6 +29,8 @@ from rollmill.trainer.optimizer import MasterAdamW
 NUM_SYMBOLS = 8
 ASK = NUM_SYMBOLS
 """The token that ends a prompt."""
+WRONG_FRAC = 0.6
+"""Of the answers' tokens before RL, replaced by any symbol."""
 SHAPE = ModelConfig(
     vocab_size=16, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, max_position=32
 )
@@ -39,16 +41,18 @@ TAIL_STEPS = 10
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """How much a cell does."""
 
-    steps: int = 120
+    steps: int = 160
     num_groups: int = 8
     group_size: int = 8
     num_answer: int = 4
     """Tokens of an answer."""
-    lr: float = 6e-3
+    lr: float = 3e-3
     num_seeds: int = 3
+    warm_steps: int = 60
+    """Supervised steps before, on answers with many wrong tokens: RL begins where it usually does, at something."""
 
 
-QUICK = Sizes(steps=12, num_seeds=1)
+QUICK = Sizes(steps=8, num_seeds=1, warm_steps=5)
 
 
 class Correction(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,8 +120,26 @@ class CountingOn:
             drawn_N = torch.multinomial(logprobs_NV.exp(), 1, generator=self._rng)
             logprobs.append(logprobs_NV.gather(1, drawn_N))
             tokens_NT = torch.cat([tokens_NT, drawn_N], 1)
-        right_NT = (asked_N[:, None] + 1 + torch.arange(s.num_answer)) % NUM_SYMBOLS
-        return tokens_NT, torch.cat(logprobs, 1), (tokens_NT[:, 2:] == right_NT).float().mean(1)
+        return tokens_NT, torch.cat(logprobs, 1), (tokens_NT[:, 2:] == self.right(asked_N)).float().mean(1)
+
+    def right(self, asked_N: torch.Tensor) -> torch.Tensor:
+        return (asked_N[:, None] + 1 + torch.arange(self._sizes.num_answer)) % NUM_SYMBOLS
+
+    def warm_up(self, model: Model) -> None:
+        optimizer = MasterAdamW(model, lr=1e-2, eps=1e-8)
+        for _ in range(self._sizes.warm_steps):
+            asked_N = torch.randint(NUM_SYMBOLS, (64,), generator=self._rng)
+            right_NT = self.right(asked_N)
+            other_NT = torch.randint(NUM_SYMBOLS, right_NT.shape, generator=self._rng)
+            is_wrong_NT = torch.rand(right_NT.shape, generator=self._rng) < WRONG_FRAC
+            tokens_NT = torch.cat(
+                [asked_N[:, None], torch.full_like(asked_N[:, None], ASK), torch.where(is_wrong_NT, other_NT, right_NT)], 1
+            )
+            attention = PackedAttention([tokens_NT.shape[1]] * len(tokens_NT))
+            logits_NTV = model.logits(model(tokens_NT.flatten(), attention.positions_T, attention)).unflatten(0, tokens_NT.shape)
+            loss = torch.nn.functional.cross_entropy(logits_NTV[:, 1:-1].flatten(0, 1), tokens_NT[:, 2:].flatten())
+            torch.autograd.backward(loss)
+            optimizer.step()
 
     def batch(self, model: Model, version: int) -> StepBatch:
         s = self._sizes
@@ -136,12 +158,13 @@ class CountingOn:
 def run_cell(lag: Lag, correction: Correction, sizes: Sizes, seed: int) -> CellResult:
     """Learn from a sampler that lags; the same arguments give the same numbers on the same machine."""
     model, sampler = _model(seed), _model(seed)
+    task, judge = CountingOn(sizes, seed), CountingOn(sizes, seed + 1_000_003)
+    task.warm_up(model)
     optimizer = MasterAdamW(model, lr=sizes.lr, warmup_steps=0, clip_norm=1.0, eps=1e-8)
     learner = Learner(
         model, optimizer, correction.loss, temperature=1.0, length_norm=float(sizes.num_answer), tokens_per_microbatch=1 << 14,
         corrections=correction.corrections,
     )  # fmt: skip
-    task, judge = CountingOn(sizes, seed), CountingOn(sizes, seed + 1_000_003)
     published = [model.serving_tensors()]
     found = CellResult(seed=seed, rewards=[], ess=[], k3=[])
     for step in range(sizes.steps):
@@ -156,7 +179,7 @@ def run_cell(lag: Lag, correction: Correction, sizes: Sizes, seed: int) -> CellR
     return found
 
 
-def bench_staleness(*, command: str, sizes: Sizes, target: float = 0.9) -> dict[str, Any]:
+def bench_staleness(*, command: str, sizes: Sizes, target: float = 0.8) -> dict[str, Any]:
     """The table: every lag with and without correction, over several seeds."""
     torch.set_num_threads(1)
     rows: list[Row] = []
@@ -173,17 +196,17 @@ def bench_staleness(*, command: str, sizes: Sizes, target: float = 0.9) -> dict[
 
 def _rows(peer: str, runs: Sequence[CellResult], target: float) -> list[Row]:
     ends = [run.at_end for run in runs]
-    reached = [run.steps_to(target) for run in runs]
-    steps = [float(n) for n in reached if n is not None]
-    missing = len(runs) - len(steps)
+    reached = [n for run in runs if (n := run.steps_to(target)) is not None]
+    # A mean over the seeds that got there would make a cell look the better the more of them fail.
+    steps = rounded(_mean(reached)) if len(reached) == len(runs) else None
     return [
         Row(name="reward at the end", peer=peer, value=rounded(_mean(ends)), unit="fraction", note=f"{min(ends):.2f} to {max(ends):.2f}"),
         Row(
             name=f"steps to {target:.0%}",
             peer=peer,
-            value=rounded(_mean(steps)) if steps else None,
+            value=steps,
             unit="steps",
-            note=f"{missing} of {len(runs)} seeds never" if missing else "",
+            note="" if steps is not None else f"{len(reached)} of {len(runs)} seeds reached it",
         ),
         Row(name="effective sample size", peer=peer, value=rounded(_mean([x for run in runs for x in run.ess])), unit="fraction"),
         Row(name="mismatch k3", peer=peer, value=rounded(_mean([x for run in runs for x in run.k3])), unit="nats"),

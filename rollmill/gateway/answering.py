@@ -1,7 +1,8 @@
 """One call on its way: the replica requests it takes, the events they become, and what the episode learns of them.
 
-The episode has every answer before its last event leaves, since the client's next request may arrive at once. Whatever ends early
-(the client leaves, the deadline passes, a replica gives up) frees its row and is told to the episode as abandoned.
+The episode has every answer before its last event leaves, since the client's next request may arrive at once, and none that does not
+leave. Whatever ends early (the client leaves, the deadline passes, a replica gives up) frees its row and is told to the episode as
+abandoned.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from rollmill.records import RunFailure
 from rollmill.web import ApiError
 
 RETRY_AFTER_S = 1
+# An agent that samples more at one time than this shares what a replica has among its own calls: that they are late is its own doing.
+CROWD = 8
 _REPLICA_SAYS = re.compile(r"^\S+ answered \d+: ")
 
 
@@ -40,17 +43,32 @@ class Source(Readers, Protocol):
 
     def unwatch(self, answering: Answering) -> None: ...
 
+    def num_sampling(self, episode: Episode) -> int:
+        """Choices of this episode that are sampled now."""
+        ...
+
 
 class Answering:
     """The answer to one call. Iterate for events, or await `whole`; then `answers` has every choice."""
 
-    def __init__(self, source: Source, call: ChatCall | TextCall, episode: Episode | None, *, deadline: float, queue: str = "") -> None:
+    def __init__(
+        self,
+        source: Source,
+        call: ChatCall | TextCall,
+        episode: Episode | None,
+        *,
+        deadline: float,
+        is_hurried: bool = False,
+        queue: str = "",
+    ) -> None:
         self.call, self.episode = call, episode
-        self._source, self._deadline, self._queue = source, deadline, queue
+        self._source, self._deadline, self._is_hurried, self._queue = source, deadline, is_hurried, queue
         self._choices: list[Choice] = []
         self._open: set[Choice] = set()
         self._owner: asyncio.Task[Any] | None = None
         self._ended_by: ApiError | None = None
+        self._num_beside = 0
+        """Choices of its episode that were sampled when it began, its own among them."""
         self.sent_at = 0.0
         """time.monotonic() when the first request went out to a replica; 0 before."""
         self.back_at = 0.0
@@ -78,13 +96,18 @@ class Answering:
         return sum(len(c.ids) for c in self._choices)
 
     @property
+    def num_open(self) -> int:
+        """Choices that are not delivered yet."""
+        return len(self._open)
+
+    @property
     def version(self) -> int:
         """The newest weight version that has sampled; -1 before any has."""
-        return max((v for c in self._choices for _, v in c.runs[-1:]), default=-1)
+        return max((c.version for c in self._choices), default=-1)
 
     @property
     def is_done(self) -> bool:
-        """Every choice has ended and the episode has it."""
+        """Every choice is delivered."""
         return bool(self._choices) and not self._open
 
     @property
@@ -101,19 +124,21 @@ class Answering:
 
     @property
     def recorded(self) -> list[RecordedChoice]:
-        """The choices that ended, for whoever keeps a record."""
-        return [c.recorded for c in self._choices if c.recorded is not None]
+        """The choices that were delivered, for whoever keeps a record."""
+        return [c.ended for c in self._choices if c.ended is not None and c.is_delivered]
 
     @property
     def num_abandoned(self) -> int:
-        """Tokens of choices that did not end."""
-        return sum(len(c.ids) for c in self._choices if c.recorded is None)
+        """Tokens of choices that were not delivered."""
+        return sum(len(c.ids) for c in self._choices if not c.is_delivered)
 
     async def whole(self) -> list[Answer]:
-        """Every choice, sampled to its end."""
+        """Every choice, sampled to its end. All are delivered or none: a reply that is whole leaves with all of them."""
         with self._watched():
-            await self.start()
+            await self._begin()
             await self._all([self._finish_choice(c) for c in self._choices])
+            for choice in self._choices:
+                self._deliver(choice)
         return self.answers
 
     async def __aiter__(self) -> AsyncGenerator[Event, None]:
@@ -123,14 +148,22 @@ class Answering:
                     yield event
 
     async def steps(self) -> AsyncGenerator[list[Event], None]:
-        """Events as they come, those of one step together."""
+        """Events as they come, those of one step together. A choice is delivered with its END."""
         with self._watched():
-            await self.start()
+            await self._begin()
             source = self._sample(self._choices[0]) if len(self._choices) == 1 else self._merged()
             # A generator within a generator is not closed with it, and the replica's row would wait for the collector.
             async with contextlib.aclosing(source):
                 async for events in source:
+                    for event in events:
+                        if event.kind is EventKind.END:
+                            self._deliver(self._choices[event.index])
                     yield events
+
+    async def _begin(self) -> None:
+        await self.start()
+        if self.episode is not None:
+            self._num_beside = self._source.num_sampling(self.episode)
 
     async def _merged(self) -> AsyncGenerator[list[Event], None]:
         """All choices at once; what waits goes out together."""
@@ -183,12 +216,12 @@ class Answering:
         self.back_at = time.monotonic()
         choice.take_whole(reply)
         self._check(reply)
-        self._conclude(choice, reply)
+        choice.conclude(reply)
 
     async def _sample(self, choice: Choice) -> AsyncGenerator[list[Event], None]:
-        request, reply = choice.slot.request, None
+        reply: GenerateReply | None = None
         self.sent_at = self.sent_at or time.monotonic()
-        stream = self._source.replicas.stream(request, deadline=self._deadline)
+        stream = self._source.replicas.stream(choice.slot.request, deadline=self._deadline)
         try:
             with self._refusals():
                 async for item in stream:
@@ -196,8 +229,7 @@ class Answering:
                         reply = item
                     elif events := choice.take(item):
                         yield events
-                    # What a constraint forced is told at the end only, so a constrained request is heard out.
-                    if reply is not None or (choice.has_enough and request.constraint is None):
+                    if reply is not None or choice.has_enough:
                         break
         finally:
             await stream.aclose()
@@ -207,28 +239,31 @@ class Answering:
             reply = choice.reply_so_far()
         self._check(reply)
         events = choice.end(reply)
-        answer = self._conclude(choice, reply)
-        yield [*events, Event(index=choice.index, kind=EventKind.END, answer=answer)]
+        choice.conclude(reply)
+        yield [*events, Event(index=choice.index, kind=EventKind.END, answer=choice.answer)]
 
     def _check(self, reply: GenerateReply) -> None:
         reason = reply.finish_reason
         if reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.CONTEXT):
             return
         if reason is FinishReason.DEADLINE:
-            raise self._failed(ApiError(504, f"the answer was not whole before the deadline; {len(reply.token_ids)} tokens were sampled"))
+            text = f"the answer was not whole before the deadline; {len(reply.token_ids)} tokens were sampled"
+            raise self._late(ApiError(504, text), is_slow=True)
         if reason is FinishReason.VERSION:
             raise self._failed(_unmet("the weights were swapped while the request ran"))
         raise self._failed(_unavailable(f"the replica ended the request with {reason}"))
 
-    def _conclude(self, choice: Choice, reply: GenerateReply) -> Answer:
-        answer, message, num_used = choice.conclude(reply)
+    def _deliver(self, choice: Choice) -> None:
+        """It is about to leave: from here on the client may go on from it."""
+        ended, placement = choice.ended, choice.slot.placement
+        assert ended is not None, "a choice is delivered before it has ended"
         self._open.discard(choice)
-        if self.episode is not None and choice.slot.placement is not None:
+        choice.is_delivered = True
+        if self.episode is not None and placement is not None:
             try:
-                self.episode.add(choice.slot.placement, reply, message, num_used=num_used)
+                self.episode.add(placement, ended.reply, ended.message, num_used=ended.num_used)
             except RunFailure as error:
                 raise self._failed(_unavailable(str(error))) from error
-        return answer
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -243,10 +278,22 @@ class Answering:
             raise ApiError(400, text, extra={"code": "context_length_exceeded"} if is_full else {}) from error
         except NoAnswer as error:
             if error.is_version:
-                raise self._failed(_unmet(error.reason)) from error
-            if error.is_slow:
-                raise self._failed(ApiError(504, f"no answer before the deadline: {error.reason}")) from error
-            raise self._failed(_unavailable(f"no replica answered: {error.reason}")) from error
+                refusal = _unmet(error.reason)
+            elif error.is_slow:
+                refusal = ApiError(504, f"no answer before the deadline: {error.reason}")
+            else:
+                refusal = _unavailable(f"no replica answered: {error.reason}")
+            raise (self._late(refusal, is_slow=error.is_slow) if error.is_late else self._failed(refusal)) from error
+
+    def _late(self, error: ApiError, *, is_slow: bool) -> ApiError:
+        """The deadline passed: ours, or one that the client set itself. `is_slow`: while a replica was at work."""
+        episode = self.episode
+        if episode is None:
+            return error
+        # Of a crowd the first come finds nobody yet, the last to give up nobody any more.
+        is_crowd = is_slow and max(self._num_beside, self._source.num_sampling(episode)) > CROWD
+        episode.tally["impatient" if self._is_hurried else "crowded" if is_crowd else "failed"] += 1
+        return error
 
     def _failed(self, error: ApiError) -> ApiError:
         """Our fault, not the agent's: whoever owns the episode must know."""

@@ -9,13 +9,13 @@ from bisect import bisect_left
 from typing import Protocol
 
 import msgspec
-import numpy as np
 
 from rollmill.chat.messages import ChatMessage
 from rollmill.chat.reader import AnswerReader, Bit, BitKind
 from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest, Piece, Timing, VersionSpan
 from rollmill.gateway.call import Answer, ChatCall, Event, EventKind, Finish, TextCall, TopLogprob
 from rollmill.gateway.recording.call_rows import RecordedChoice
+from rollmill.gateway.routing.continuing import Gathered
 from rollmill.gateway.sessions.placement import Placement
 
 _KINDS = {kind: EventKind(str(kind)) for kind in BitKind}
@@ -33,7 +33,7 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 class Readers(Protocol):
     """Who knows how answers are read: the gateway."""
 
-    def reader(self, call: ChatCall | TextCall, prompt_ids: list[int]) -> AnswerReader: ...
+    def reader(self, call: ChatCall | TextCall, request: GenerateRequest) -> AnswerReader: ...
 
 
 class Choice:
@@ -41,14 +41,13 @@ class Choice:
 
     def __init__(self, index: int, slot: Slot, call: ChatCall | TextCall, source: Readers) -> None:
         self.index, self.slot, self.call, self._source = index, slot, call, source
-        self.reader = source.reader(call, slot.request.prompt_ids)
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.tops: list[list[tuple[int, float]]] = []
-        self.runs: list[tuple[int, int]] = []
-        """(first token, version) of every run of one version."""
+        self.reader = source.reader(call, slot.request)
+        self._got = Gathered()
         self.answer: Answer | None = None
-        self.recorded: RecordedChoice | None = None
+        self.ended: RecordedChoice | None = None
+        """All of it, once nothing more is to be sampled."""
+        self.is_delivered = False
+        """It is about to leave, and the episode has it."""
         self.may_be_cut = isinstance(call, ChatCall) and not call.parallel_calls
         """It may make one call only, and is ended where it begins a second."""
         self._num_calls = 0
@@ -59,6 +58,15 @@ class Choice:
         self.is_cut = False
 
     @property
+    def ids(self) -> list[int]:
+        return self._got.token_ids
+
+    @property
+    def version(self) -> int:
+        """What sampled the newest token; -1 before there is one."""
+        return self._got.spans[-1].version if self._got.spans else -1
+
+    @property
     def has_enough(self) -> bool:
         return self.is_cut or self.reader.stopped
 
@@ -66,17 +74,12 @@ class Choice:
         """Tokens came: the events that they release."""
         if self.has_enough:
             return []
-        if not self.runs or self.runs[-1][1] != piece.version:
-            self.runs.append((len(self.ids), piece.version))
-        self.ids += piece.token_ids
-        self.logprobs += piece.logprobs
-        if piece.tops:
-            self.tops += piece.tops
+        self._got.add(piece)
         return self._events(self.reader.feed(piece.token_ids))
 
     def take_whole(self, reply: GenerateReply) -> None:
         """All of it came at once, and nobody waits for events."""
-        self.ids, self.runs = reply.token_ids, [(s.start, s.version) for s in reply.spans]
+        self._got.add_reply(reply)
         self.reader.feed(reply.token_ids, last=True)
 
     def end(self, reply: GenerateReply) -> list[Event]:
@@ -85,7 +88,8 @@ class Choice:
             return []
         before = len(self.ids)
         if before < len(reply.token_ids):
-            self.ids, self.logprobs, self.tops = reply.token_ids, reply.logprobs_T.tolist(), reply.tops
+            self._got = Gathered()
+            self._got.add_reply(reply)
         return self._events(self.reader.feed(reply.token_ids[before:], last=True), is_last=True)
 
     def _events(self, bits: list[Bit], *, is_last: bool = False) -> list[Event]:
@@ -102,15 +106,16 @@ class Choice:
         return events
 
     def _told(self, kind: EventKind, start: int, end: int, text: str = "", call_id: str = "", name: str = "") -> Event:
+        got = self._got
         return Event(
             index=self.index,
             kind=kind,
             text=text,
             call_id=call_id,
             name=name,
-            token_ids=self.ids[start:end],
-            logprobs=self.logprobs[start:end],
-            tops=_tops(self.tops[start:end]) if self.tops else [],
+            token_ids=got.token_ids[start:end],
+            logprobs=got.logprobs[start:end],
+            tops=_tops(got.tops[start:end]) if got.tops else [],
         )
 
     def _allowed(self, bits: list[Bit]) -> list[Bit]:
@@ -129,25 +134,11 @@ class Choice:
         return self.reader.num_used if self.reader.stopped else len(self.ids)
 
     def reply_so_far(self) -> GenerateReply:
-        """What the replica would have said, had it ended here: for a request that is ended by a stop string.
+        """What the replica would have said, had it ended here, but for routes: for a request that is ended by a stop string."""
+        return self._got.reply(FinishReason.STOP, seed=self.slot.request.seed or 0, timing=_NO_TIMING)
 
-        Whether a swap kept older keys and values is not in the pieces, so tokens of later versions count as sampled on a stale context.
-        """
-        ends = [start for start, _ in self.runs[1:]] + [len(self.ids)]
-        return GenerateReply(
-            token_ids=self.ids,
-            logprobs=np.asarray(self.logprobs, "<f4").tobytes(),
-            spans=[VersionSpan(start, end, version) for (start, version), end in zip(self.runs, ends, strict=True)],
-            finish_reason=FinishReason.STOP,
-            seed=self.slot.request.seed or 0,
-            num_reused=0,
-            stale_from=self.runs[1][0] if len(self.runs) > 1 else None,
-            tops=self.tops,
-            timing=_NO_TIMING,
-        )
-
-    def conclude(self, reply: GenerateReply) -> tuple[Answer, ChatMessage, int]:
-        """The whole answer, the message that it is, and how many of the sampled tokens count."""
+    def conclude(self, reply: GenerateReply) -> None:
+        """Nothing more is sampled: the whole answer, the message that it is, and how many of the sampled tokens count."""
         reader, num_used = self.reader, len(reply.token_ids)
         if self.is_cut:
             message, num_used = self._first_call(reply.token_ids)
@@ -170,7 +161,7 @@ class Choice:
             prompt_ids=self.slot.request.prompt_ids if self.call.wants_token_ids else [],
             replica=reply.replica,
         )
-        self.recorded = RecordedChoice(
+        self.ended = RecordedChoice(
             prompt=self.index // self.call.num_choices,
             message=message,
             finish=self.answer.finish,
@@ -178,12 +169,11 @@ class Choice:
             num_used=num_used,
             reply=reply,
         )
-        return self.answer, message, num_used
 
     def _first_call(self, ids: list[int]) -> tuple[ChatMessage, int]:
         """What the answer says up to the end of its first call, and how many tokens that takes."""
         num = self._first_end if self._first_end is not None else len(ids)
-        reader = self._source.reader(self.call, self.slot.request.prompt_ids)
+        reader = self._source.reader(self.call, self.slot.request)
         reader.feed(ids[:num], last=True)
         # The client was told of the call under the id that the first reading gave it.
         return msgspec.structs.replace(reader.message(), calls=self.reader.message().calls[:1]), num
@@ -192,7 +182,7 @@ class Choice:
         """The fewest tokens that hold a call whole."""
 
         def is_whole(num: int) -> bool:
-            reader = self._source.reader(self.call, self.slot.request.prompt_ids)
+            reader = self._source.reader(self.call, self.slot.request)
             reader.feed(self.ids[:num], last=num == len(self.ids))
             return reader.num_ended > 0
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 from blake3 import blake3
 
+from rollmill.chat.call_ids import MintedIds, random_call_id
 from rollmill.chat.format import ChatFormat
 from rollmill.chat.messages import ChatRole
 from rollmill.chat.reader import AnswerReader
@@ -89,9 +90,12 @@ class Gateway:
         )
         return Session(episode, self.replicas)
 
-    def answer(self, call: ChatCall | TextCall, episode: Episode | None, *, deadline: float, queue: str = "") -> Answering:
-        """Nothing is sent before it is awaited. `deadline`: in `time.monotonic` seconds. `queue`: whose line to wait in at a replica."""
-        return Answering(self, call, episode, deadline=deadline, queue=queue)
+    def answer(
+        self, call: ChatCall | TextCall, episode: Episode | None, *, deadline: float, is_hurried: bool = False, queue: str = ""
+    ) -> Answering:
+        """Nothing is sent before it is awaited. `deadline`: in `time.monotonic` seconds. `is_hurried`: it is the client's own, and
+        sooner than ours would be. `queue`: whose line to wait in at a replica."""
+        return Answering(self, call, episode, deadline=deadline, is_hurried=is_hurried, queue=queue)
 
     def open_episode(self, key: str, *, is_owned: bool = False, **options: Any) -> Episode:
         """A new episode; `options` are those of `Episode`. ValueError when the key was used before."""
@@ -141,11 +145,16 @@ class Gateway:
             if not running:
                 del self._running[answering.episode.key]
 
+    def num_sampling(self, episode: Episode) -> int:
+        return sum(answering.num_open for answering in self._running.get(episode.key, ()))
+
     async def slots(self, call: ChatCall | TextCall, episode: Episode | None, *, queue: str) -> list[Slot]:
         """One request per choice, prompt by prompt."""
         if episode is not None and episode.is_closed:
             raise closed_error(episode.key)
-        version = await self._version(call.model, is_any=episode is not None)
+        is_imposed = episode is not None and episode.sampling is not None
+        # No agent picks the weights that it is trained on.
+        version = None if is_imposed else await self._version(call.model, is_any=episode is not None)
         try:
             prompts = await self._prompts(call, episode)
             constraint = constraint_of(call, self.chat)
@@ -155,7 +164,7 @@ class Gateway:
             raise ApiError(413, str(error)) from error
         except _UNRENDERED as error:
             raise _unrendered(error) from error
-        sampling = _sampling(call, episode)
+        sampling = _sampling(call, episode, is_pinned=self._is_pin(call.model))
         session = episode.key if episode is not None else _opening(call)
         max_tokens = _max_tokens(call, episode)
         slots: list[Slot] = []
@@ -180,11 +189,20 @@ class Gateway:
                 slots.append(Slot(request=request, placement=prompt.placement))
         return slots
 
-    def reader(self, call: ChatCall | TextCall, prompt_ids: list[int]) -> AnswerReader:
+    def reader(self, call: ChatCall | TextCall, request: GenerateRequest) -> AnswerReader:
+        """Of an answer to this request. Where its seed is known the ids of its calls are the same every time."""
         if not isinstance(call, ChatCall):
             return self.chat.text_reader(stops=call.stops)
         tools = call.tools if call.tool_choice is not ToolChoice.NONE else ()
-        return self.chat.reader(stops=call.stops, has_tools=bool(tools), tools=tools, prompt_ids=prompt_ids, streams_calls=call.stream)
+        prompt_ids, seed = request.prompt_ids, request.seed
+        return self.chat.reader(
+            stops=call.stops,
+            has_tools=bool(tools),
+            tools=tools,
+            prompt_ids=prompt_ids,
+            mint=random_call_id if seed is None else MintedIds(f"{request.session}/{seed}/{len(prompt_ids)}"),
+            streams_calls=call.stream,
+        )
 
     async def version_of(self, model: str) -> int | None:
         """The weight version that a model name asks for; None: whichever is served. ApiError 404 for names that mean nothing."""
@@ -197,11 +215,14 @@ class Gateway:
         try:
             return await self._pins.resolve(model)
         except ValueError as error:
-            if is_any and not model.startswith((f"{self.name}:", f"{self.name}@")):
+            if is_any and not self._is_pin(model):
                 return None
             raise ApiError(404, str(error), extra={"param": "model", "code": "model_not_found"}) from error
         except NoAnswer as error:
             raise ApiError(503, error.reason, headers={"retry-after": "1"}, extra={"retryable": True}) from error
+
+    def _is_pin(self, model: str) -> bool:
+        return model.startswith((f"{self.name}:", f"{self.name}@"))
 
     async def _prompts(self, call: ChatCall | TextCall, episode: Episode | None) -> list[_Prompt]:
         """What is sampled from. Within an episode this happens here and now, so that its graph has one owner."""
@@ -280,8 +301,11 @@ def _max_tokens(call: Ask, episode: Episode | None) -> int:
     return asked if most is None else min(asked, most)
 
 
-def _sampling(call: Ask, episode: Episode | None) -> Sampling:
-    """The episode's own where it has one, whatever the client wishes: what is trained must be sampled as the run says."""
+def _sampling(call: Ask, episode: Episode | None, *, is_pinned: bool) -> Sampling:
+    """The episode's own where it has one, whatever the client wishes: what is trained must be sampled as the run says.
+
+    `is_pinned`: it asks for certain weights, which such an episode does not give either.
+    """
     if episode is None or episode.sampling is None:
         return Sampling(
             temperature=1.0 if call.temperature is None else call.temperature,
@@ -290,6 +314,6 @@ def _sampling(call: Ask, episode: Episode | None) -> Sampling:
         )
     imposed = episode.sampling
     wishes = ((call.temperature, imposed.temperature), (call.top_p, imposed.top_p), (call.top_k, imposed.top_k), (call.seed, None))
-    if any(wish is not None and wish != ours for wish, ours in wishes):
+    if is_pinned or any(wish is not None and wish != ours for wish, ours in wishes):
         episode.tally["overridden"] += 1
     return imposed

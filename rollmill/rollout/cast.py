@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import msgspec
 
 from rollmill.config import AgentSection, RunConfig
 from rollmill.gateway import Gateway
@@ -20,8 +23,11 @@ from rollmill.rollout.played import Player
 from rollmill.sandbox import SandboxBackend
 from rollmill.tasks import TaskFamily
 from rollmill.telemetry import Waits
+from rollmill.web import ApiError
 
 MakePlayer = Callable[[Limits], Player]
+HANG_UP = {"connection": "close"}
+"""To who sends a body that nobody will read."""
 ANYWHERE = ("0.0.0.0", "::")
 """Hosts that stand for every address of this machine; nobody can call them."""
 
@@ -70,16 +76,22 @@ async def players(
 def status_route(reports: Reports) -> Route:
     """`POST /e/{episode}/status`, with the key that only the service was told: an agent that has the model's cannot reward itself."""
 
-    async def report(request: Incoming) -> Outgoing:
+    def check(request: Incoming) -> None:
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer" or not key:
-            return json_out({"status": 401, "message": "send the episode's status_key as `Authorization: Bearer`"}, 401)
+            raise ApiError(401, "send the episode's status_key as `Authorization: Bearer`", headers=HANG_UP)
         if not reports.is_key(request.episode, key.strip()):
-            return json_out({"status": 403, "message": "this is not the episode's status_key; its api_key is for model calls only"}, 403)
+            raise ApiError(403, "this is not the episode's status_key; its api_key is for model calls only", headers=HANG_UP)
+
+    async def report(request: Incoming) -> Outgoing:
         status, text = reports.post(request.episode, request.body)
         return json_out({"status": status, "message": text}, status)
 
-    return Route(method="POST", path="/status", handler=report, needs_key=False)
+    return Route(method="POST", path="/status", handler=report, needs_key=False, check=check, error=_status_body)
+
+
+def _status_body(status: int, message: str, extra: Mapping[str, Any] = {}) -> bytes:
+    return msgspec.json.encode({"status": status, "message": message})
 
 
 def _program(
@@ -108,6 +120,4 @@ def _remote(agent: AgentSection, limits: Limits, run: str, gateway: Gateway, doo
     if agent.key_env and not key:
         raise ValueError(f"agent.key_env names the environment variable {agent.key_env!r}, which is not set")
     service = RemoteService(agent.url, key=key, poll_s=agent.poll_s)
-    return RemoteAgent(
-        service, gateway, door, run=run, reports=reports, model=agent.model, max_answer_tokens=limits.max_tokens_per_turn
-    )
+    return RemoteAgent(service, gateway, door, run=run, reports=reports, model=agent.model, max_answer_tokens=limits.max_tokens_per_turn)

@@ -187,11 +187,12 @@ class ProgramAgent(_Foreign):
         self._gateway.end_episode(seat.name)  # before anything is judged
         self._check_answered(seat)
         tally = seat.episode.tally
-        is_full, is_out = tally["context_full"] + tally["full"] > 0, run.timed_out and has_limit
+        is_full = tally["context_full"] + tally["full"] + tally["oversized"] > 0
+        is_out, is_flood = run.timed_out and has_limit, tally["flooded"] + tally["crowded"] > 0
         if not is_out:
             check_in_time(run)
-        if not (is_out or is_full):
-            # Agents end in many ways when the context is used up: that is their own doing, whatever the exit code.
+        if not (is_out or is_full or is_flood):
+            # Agents end in many ways when they meet a limit: that is their own doing, whatever the exit code.
             check_exit(self._program, run)
         self._check_called(seat, run.last_words())
         return StopReason.TIME_OUT if is_out else StopReason.MAX_TOKENS if is_full else StopReason.EXITED

@@ -14,18 +14,19 @@ import msgspec
 import numpy as np
 import torch
 
+from rollmill.algorithms import advantage_options, corrections_of, effort_options, loss_options
 from rollmill.config import RunConfig
 from rollmill.ledger import CheckpointRow, CorruptBlob, GroupRow, IllegalTransition, Ledger, Pacing, cut
-from rollmill.model import compute_dtype, load_model
+from rollmill.model import Model, compute_dtype, load_model
 from rollmill.model.route_record import RouteRecord
 from rollmill.model.routes import route_shape
 from rollmill.records import BlobRef, DropReason, EpisodeState, GroupState, Trace, Window
 from rollmill.telemetry import Metrics, Waits
+from rollmill.trainer.advantages import Estimator
 from rollmill.trainer.alarms import AlarmBoard
-from rollmill.trainer.batch import GradedEpisode, StepBatch, make_batch
+from rollmill.trainer.batch import GradedEpisode, StepBatch, held, make_batch, table_of
 from rollmill.trainer.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from rollmill.trainer.learn import Learner
-from rollmill.trainer.loss import LossConfig
 from rollmill.trainer.optimizer import MasterAdamW
 from rollmill.weights import Published, Publisher, open_store
 
@@ -44,15 +45,23 @@ class TrainerLoop:
         self._optimizer = MasterAdamW(model, lr=t.lr, warmup_steps=t.warmup_steps, clip_norm=t.clip_norm, eps=t.adam_eps)
         model.recompute_layers = t.recompute_layers
         self._model = model
+        loss = loss_options(t.loss, t.loss_options)
         self._learner = Learner(
             model,
             self._optimizer,
-            LossConfig(tv_delta=t.tv_delta, kl_tau=t.kl_tau, ratio_cap=t.ratio_cap),
+            loss,
             temperature=config.rollout.temperature,
             length_norm=t.length_norm,
             tokens_per_microbatch=t.tokens_per_microbatch,
             router_replay=t.router_replay,
+            corrections=corrections_of(t.corrections, t.correction_options, loss),
+            aggregation=None if t.aggregation == "loss" else t.aggregation,
+            minibatches=t.minibatches,
+            kl_ref=t.kl_ref,
+            reference=_frozen(config) if t.kl_ref else None,
         )
+        self._estimator = Estimator(advantage_options(t.advantage, t.advantage_options))
+        self._effort = effort_options(t.effort)
         is_exact = (
             model.ops.is_exact
             and config.engine.numerics in ("", config.model.numerics)
@@ -100,6 +109,11 @@ class TrainerLoop:
             load_checkpoint(self._ledger.run_dir, head.path, head.digest, self._optimizer)
             self.step, self._wall_s = head.step + 1, head.wall_s
             prune_checkpoints(self._ledger.run_dir, head.step)
+            if self._estimator.remembers:
+                for step in range(self.step):
+                    # What it remembers follows from the grades of the batches so far, and those are in the ledger.
+                    rows = [row for row in self._ledger.batch(step) if row.state == GroupState.TRAINED]
+                    self._estimator.watch(table_of([self._graded(row) for row in rows]))
         self.version = self._publisher.resume(self._model.serving_tensors(), step=self.step)
         if self.version not in {row.version for row in self._ledger.versions()}:
             # Published, but the process died before the ledger heard of it.
@@ -153,7 +167,7 @@ class TrainerLoop:
     def _train(self, rows: Sequence[GroupRow], waited_s: float) -> None:
         started = time.monotonic()
         groups = [self._attempts(row) for row in rows]
-        batch = make_batch([g for g in groups if g])
+        batch = make_batch([g for g in groups if g], self._estimator, self._effort)
         loaded_s = time.monotonic() - started
         scale = lr_scale(batch, step=self.step, num_steps=self._config.run.steps, final_frac=self._config.trainer.lr_final_frac)
         metrics, is_changed = self._learner.step(batch, version=self.version, lr_scale=scale)
@@ -176,6 +190,7 @@ class TrainerLoop:
         ages = [row.age for row in rows if row.age is not None]
         self._metrics.write(
             metrics
+            | batch.stats
             | {
                 "reward/mean": float(np.mean(batch.rewards)) if batch.rewards else 0.0,
                 "reward/std": float(np.std(batch.rewards)) if batch.rewards else 0.0,
@@ -208,20 +223,36 @@ class TrainerLoop:
 
     def _attempts(self, row: GroupRow) -> list[GradedEpisode]:
         """The graded episodes of a group; none, and the group dropped with its reason, when a trace is damaged."""
-        episodes = [e for e in self._ledger.episodes_of(row.group_id) if e.state == EpisodeState.GRADED]
-        attempts = []
-        for episode in episodes:
-            assert episode.grade is not None and episode.blob is not None
-            attempts.append(GradedEpisode(episode_id=episode.episode_id, reward=episode.grade.reward, load=self._loader(episode.blob)))
-        rewards = {a.reward for a in attempts}
+        attempts = self._graded(row)
+        is_read = self._effort.scale > 0 or len({_compared(a, self._estimator) for a in attempts}) > 1
         try:
-            if len(rewards) > 1:
-                attempts = [msgspec.structs.replace(a, load=_held(a.load())) for a in attempts]
+            if is_read:
+                attempts = [msgspec.structs.replace(a, load=held(a.load())) for a in attempts]
         except (CorruptBlob, msgspec.DecodeError, ValueError) as error:
             log.error("group %s is dropped: %s", row.group_id, error)
             self._ledger.drop_group(row.group_id, DropReason.CORRUPT_BLOB, time.time())
             return []
         return attempts
+
+    def _graded(self, row: GroupRow) -> list[GradedEpisode]:
+        out = []
+        for episode in self._ledger.episodes_of(row.group_id):
+            if episode.state == EpisodeState.GRADED:
+                assert episode.grade is not None and episode.blob is not None
+                grade = episode.grade
+                out.append(
+                    GradedEpisode(
+                        episode_id=episode.episode_id,
+                        reward=grade.reward,
+                        load=self._loader(episode.blob),
+                        success=grade.success,
+                        parts=grade.parts,
+                        role=grade.role,
+                        environment=grade.environment,
+                        chain_root=grade.chain_root,
+                    )
+                )
+        return out
 
     def _loader(self, blob: BlobRef) -> Callable[[], Trace]:
         def load() -> Trace:
@@ -254,5 +285,13 @@ def lr_scale(batch: StepBatch, *, step: int, num_steps: int, final_frac: float) 
     return (1.0 - (1.0 - final_frac) * done) * telling
 
 
-def _held(trace: Trace) -> Callable[[], Trace]:
-    return lambda: trace
+def _compared(attempt: GradedEpisode, estimator: Estimator) -> tuple[float, ...]:
+    """The numbers that an advantage can see of an episode; where they are equal over a group no trace is needed."""
+    return (attempt.reward, *(value for _, value in sorted(attempt.parts.items()))) if estimator.reads_parts else (attempt.reward,)
+
+
+def _frozen(config: RunConfig) -> Model:
+    """Where training started: the run's first version, which stays in memory as a second copy of the weights."""
+    device = config.trainer.device
+    model, _ = load_model(config.model.path, device=device, compute_dtype=compute_dtype(device), numerics=config.model.numerics)
+    return model.requires_grad_(False)

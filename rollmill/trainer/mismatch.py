@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import torch
 
+from rollmill.algorithms import CORRECTIONS
 from rollmill.model.routes import RouteTally
-from rollmill.trainer.loss import LOG_RATIO_CLAMP, LossParts
+from rollmill.trainer.losses import LOG_RATIO_CLAMP, LossParts
 
 LAGS = ("0", "1", "2_3", "4_7", "8_up")
 LAG_EDGES = (1, 2, 4, 8)
@@ -35,9 +36,10 @@ METRICS = (
     *(f"mm/by_position/k3/{start}" for start in (0, *POSITION_EDGES)),
     *(f"mm/lag_{lag}/{name}" for lag in LAGS for name in SPLIT),
     *(
-        "corr/kept_token_frac corr/tv_masked_frac corr/tv_masked_pos corr/tv_masked_neg corr/w_clip_frac corr/veto_frac corr/opsm_frac "
-        "corr/nonfinite_frac route/any_flip_tok_frac route/plausible_replaced_frac route/missing_row_frac"
+        "corr/kept_token_frac corr/stopped_frac corr/stopped_pos corr/stopped_neg corr/w_clip_frac corr/nonfinite_frac "
+        "kl/behav_k2 kl/ref_k1 kl/ref_k3 route/any_flip_tok_frac route/plausible_replaced_frac route/missing_row_frac"
     ).split(),
+    *(f"corr/{name}_frac" for name in CORRECTIONS),
 )
 """Always written, as zeros when a step had nothing to compare. Per replica and per layer there are more, by name."""
 
@@ -122,21 +124,28 @@ def mismatch(scores: TokenScores, sources: Sequence[str]) -> Scalars:
     return out | _split([f"mm/engine_{name}" for name in sources], source_N, d, k3)
 
 
-def corrections(parts: Sequence[LossParts], is_positive_N: torch.Tensor, ratio_cap: float) -> Scalars:
-    """Every `corr/*` number: what the loss masked. `is_positive_N`: tokens whose advantage is above 0."""
+def corrections(parts: Sequence[LossParts], is_positive_N: torch.Tensor) -> Scalars:
+    """Every `corr/*` and `kl/*` number: what the loss and its corrections did. `is_positive_N`: tokens whose advantage is above 0."""
     is_finite = torch.cat([p.is_finite_N for p in parts])
-    masked = torch.cat([p.is_tv_masked_N for p in parts])
-    is_clipped = torch.cat([p.log_ratio_N for p in parts]).double().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp() > ratio_cap
-    return {
+    stopped = torch.cat([p.is_stopped_N for p in parts])
+    num_finite = is_finite.sum().clamp(min=1)
+    log_ratio = _safe(torch.cat([p.log_ratio_N for p in parts]), is_finite)
+    out = {
         "corr/kept_token_frac": torch.cat([p.is_kept_N for p in parts]).double().mean(),
-        "corr/tv_masked_frac": masked.double().mean(),
-        "corr/tv_masked_pos": (masked & is_positive_N).double().mean(),
-        "corr/tv_masked_neg": (masked & ~is_positive_N).double().mean(),
-        "corr/w_clip_frac": (is_clipped & is_finite).double().sum() / is_finite.sum().clamp(min=1),
-        "corr/veto_frac": torch.cat([p.is_vetoed_S for p in parts]).double().mean(),
-        "corr/opsm_frac": torch.cat([p.is_opsm_S for p in parts]).double().mean(),
+        "corr/stopped_frac": stopped.double().mean(),
+        "corr/stopped_pos": (stopped & is_positive_N).double().mean(),
+        "corr/stopped_neg": (stopped & ~is_positive_N).double().mean(),
+        "corr/w_clip_frac": torch.cat([p.is_cut_N for p in parts]).double().mean(),
         "corr/nonfinite_frac": (~is_finite).double().mean(),
+        "kl/behav_k2": 0.5 * log_ratio.square().sum() / num_finite,
     }
+    for name in parts[0].hits:
+        out[f"corr/{name}_frac"] = torch.cat([p.hits[name] for p in parts]).double().mean()
+    references = [p.reference_ratio_N for p in parts if p.reference_ratio_N is not None]
+    if references:
+        k1 = _safe(torch.cat(references), is_finite)
+        out |= {"kl/ref_k1": k1.sum() / num_finite, "kl/ref_k3": ((-k1).expm1() + k1).sum() / num_finite}
+    return out
 
 
 def route_flips(tallies: Sequence[RouteTally], layers: Sequence[int]) -> Scalars:
@@ -157,6 +166,11 @@ def to_floats(scalars: Mapping[str, torch.Tensor]) -> dict[str, float]:
     if not scalars:
         return {}
     return dict(zip(scalars, torch.stack([value.double() for value in scalars.values()]).tolist(), strict=True))
+
+
+def _safe(log_ratio_N: torch.Tensor, is_finite_N: torch.Tensor) -> torch.Tensor:
+    """In float64, clamped as the loss does it; 0 for a token that is masked because one of its numbers is none."""
+    return torch.where(is_finite_N, log_ratio_N.double(), 0.0).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
 
 
 def p99(x_N: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from rollmill.algorithms import DppoTv
 from rollmill.chat.format import ChatFormat
 from rollmill.engine.protocol import GenerateReply, GenerateRequest
 from rollmill.gateway import Gateway
+from rollmill.gateway.front.model_call import Limits as FrontLimits
 from rollmill.gateway.front.run import start_gateway
 from rollmill.gateway.routing.replicas import Replicas
 from rollmill.harness import Limits
@@ -120,10 +121,13 @@ class Stage:
 
 
 @contextlib.asynccontextmanager
-async def stage(policy: ScriptedPolicy, program: Program, *, is_inside: bool = False, **options: object) -> AsyncIterator[Stage]:
+async def stage(
+    policy: ScriptedPolicy, program: Program, *, is_inside: bool = False, front: FrontLimits = FrontLimits(), **options: object
+) -> AsyncIterator[Stage]:
+    """`front`: the limits of the gateway's server."""
     waits, backend = Waits(), NamespaceBackend(num_prepared=2)
     gateway = Gateway(ChatFormat(policy.tokenizer), Replicas(lambda: [policy.url], waits))
-    server = await start_gateway(gateway, graceful_s=1.0)
+    server = await start_gateway(gateway, graceful_s=1.0, limits=front)
     door = HttpDoor(server, "127.0.0.1")
     player = ProgramAgent(program, FAMILY, gateway, door, backend, waits, is_inside=is_inside, **options)  # type: ignore[arg-type]
     runner = EpisodeRunner(FAMILY, gateway, backend, LIMITS, waits, player=player)

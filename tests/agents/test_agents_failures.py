@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 from agent_stage import DEADLINE_S, FAMILY, SOLUTION, TASK, ScriptedPolicy, Stage, call, check_exact, stage, tiny_model, trained
 
+from rollmill.gateway.front.model_call import Limits as FrontLimits
 from rollmill.harness.program import Program
 from rollmill.records import Boundary, RunFailure, StopReason
 from rollmill.rollout.foreign import ProgramAgent, check_machine
@@ -21,8 +22,8 @@ from rollmill.sandbox.records import Capabilities
 
 ASK = """
 import json, os, sys, time, urllib.error, urllib.request
-def ask(messages, base=None, key=None, **more):
-    body = json.dumps({"model": "gpt-4o", "messages": messages, "temperature": 0.3}).encode()
+def ask(messages, base=None, key=None, model="gpt-4o", **more):
+    body = json.dumps({"model": model, "messages": messages, "temperature": 0.3}).encode()
     headers = {"authorization": "Bearer " + (key or os.environ["OPENAI_API_KEY"]), "content-type": "application/json", **more}
     request = urllib.request.Request((base or os.environ["OPENAI_BASE_URL"]) + "/chat/completions", body, headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -89,8 +90,49 @@ def test_agent_that_crashes_is_a_failure_with_its_last_words(policy: ScriptedPol
 
 def test_call_that_we_could_not_answer_fails_the_attempt_even_if_the_agent_ends_well(policy: ScriptedPolicy) -> None:
     policy.hold_after = 0
-    code = "try: ask([user('hi')], **{'x-request-timeout-s': '0.2'})\nexcept urllib.error.HTTPError as e: print('gave up', e.code)"
-    fails(policy, code, Boundary.MODEL, "1 model calls of the agent could not be answered")
+    code = "try: ask([user('hi')])\nexcept urllib.error.HTTPError as e: print('gave up', e.code)"
+    fails(policy, code, Boundary.MODEL, "1 model calls of the agent could not be answered", front=FrontLimits(call_s=0.2))
+
+
+def graded(policy: ScriptedPolicy, code: str, stop: StopReason, kind: str, **options: object) -> None:
+    """An attempt that is graded although its agent got no answer to some call; `kind`: what that is counted as."""
+
+    async def scene(made: Stage) -> None:
+        done = await made.play("e")
+        assert (done.trace.stop, done.grade.reward) == (stop, 1.0)
+        assert made.runner.tally[kind] > 0 and made.runner.tally["failed"] == 0
+        check_exact(done, policy, "e")
+
+    play(policy, f"ask([user('hi')]); os.system({SOLUTION!r})\n{code}", scene, **options)
+
+
+def test_agent_that_does_not_wait_for_an_answer_is_graded(policy: ScriptedPolicy) -> None:
+    code = "try: ask([user('more')], **{'x-request-timeout-s': '0.000001'})\nexcept urllib.error.HTTPError as e: print(e.code)"
+    graded(policy, code, StopReason.EXITED, "impatient")
+
+
+def test_agent_that_asks_for_other_weights_gets_those_of_the_run(policy: ScriptedPolicy) -> None:
+    code = "ask([user('more')], model='policy:99'); ask([user('and more')], model='policy@best')"
+    graded(policy, code, StopReason.EXITED, "overridden")
+
+
+def test_agent_that_crashes_on_a_body_that_is_too_large_is_graded(policy: ScriptedPolicy) -> None:
+    code = "ask([user('x' * 100_000)])"
+    graded(policy, code, StopReason.MAX_TOKENS, "oversized", front=FrontLimits(max_body_bytes=50_000))
+
+
+FLOOD = """
+import itertools, socket, urllib.parse
+at = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
+other = socket.create_connection((at.hostname, at.port))     # a call that never says what it wants
+head = f"POST {at.path}/chat/completions HTTP/1.1\\r\\nhost: x\\r\\nauthorization: Bearer {os.environ['OPENAI_API_KEY']}\\r\\n"
+other.sendall(head.encode() + b"content-length: 9\\r\\n\\r\\n")
+for i in itertools.count(): ask([user(f"more {i}")])
+"""
+
+
+def test_agent_that_crashes_on_its_own_flood_is_graded(policy: ScriptedPolicy) -> None:
+    graded(policy, FLOOD, StopReason.EXITED, "flooded", front=FrontLimits(max_running_per_episode=1))
 
 
 def test_agent_at_the_deadline_is_cancelled_and_at_its_own_time_limit_graded(policy: ScriptedPolicy) -> None:

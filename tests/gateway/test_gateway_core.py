@@ -4,94 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
+from call_worlds import END, HELLO, TOKENIZER, FakeReplicas, gateway_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stub_replica import DEMO, logprob_of
 
-from rollmill.chat.format import ChatFormat
 from rollmill.chat.messages import ChatMessage, ChatRole, Tool
 from rollmill.engine.client import EngineRejected
-from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest, Piece, Timing, VersionSpan
+from rollmill.engine.protocol import FinishReason, GenerateReply, GenerateRequest
 from rollmill.gateway.call import Answer, ChatCall, Event, EventKind, Finish, TextCall
 from rollmill.gateway.gateway import Gateway
 from rollmill.gateway.recording.call_rows import CallRecord, EpisodeRecord
 from rollmill.gateway.routing.replicas import NoAnswer
-from rollmill.model.tokenizer import Tokenizer
 from rollmill.web import ApiError
 
-CHAT = ChatFormat(Tokenizer(DEMO))
-TOKENIZER = CHAT.tokenizer
-END = TOKENIZER.encode("<|im_end|>")[0]
 CALL = '<tool_call>{"name": "ls", "arguments": {"path": "."}}</tool_call>'
 LS = Tool(name="ls", parameters={"type": "object"})
-HELLO = (ChatMessage(role=ChatRole.USER, text="Hello"),)
-
-
-def reply_of(ids: list[int], reason: FinishReason = FinishReason.STOP, version: int = 3, **rest: Any) -> GenerateReply:
-    return GenerateReply(
-        token_ids=ids,
-        logprobs=np.asarray([logprob_of(i) for i in ids], "<f4").tobytes(),
-        spans=[VersionSpan(0, len(ids), version)] if ids else [],
-        finish_reason=reason,
-        seed=0,
-        num_reused=0,
-        replica="fake",
-        timing=Timing(queue_s=0.0, first_token_s=0.0, total_s=0.0),
-        **rest,
-    )
-
-
-class FakeReplicas:
-    """Says given ids in pieces of given sizes; counts the streams that were not heard to their end."""
-
-    num_retries = num_continued = num_put_aside = 0
-
-    def __init__(self, say: Callable[[GenerateRequest], list[int]], sizes: tuple[int, ...] = (1,)) -> None:
-        self.say, self.sizes = say, sizes
-        self.reason = FinishReason.STOP
-        self.error: Exception | None = None
-        self.error_after = 0
-        self.requests: list[GenerateRequest] = []
-        self.num_open = 0
-        self.num_cut = 0
-
-    async def generate(self, request: GenerateRequest, *, deadline: float) -> GenerateReply:
-        self.requests.append(request)
-        await asyncio.sleep(0)
-        if self.error is not None:
-            raise self.error
-        return reply_of(self.say(request)[: request.max_tokens], self.reason)
-
-    async def stream(self, request: GenerateRequest, *, deadline: float) -> AsyncGenerator[Piece | GenerateReply, None]:
-        self.requests.append(request)
-        ids, at, turn = self.say(request)[: request.max_tokens], 0, 0
-        self.num_open += 1
-        try:
-            while at < len(ids):
-                await asyncio.sleep(0)
-                if self.error is not None and at >= self.error_after:
-                    raise self.error
-                part = ids[at : at + self.sizes[turn % len(self.sizes)]]
-                at, turn = at + len(part), turn + 1
-                yield Piece(token_ids=part, logprobs=[logprob_of(i) for i in part], version=3)
-            yield reply_of(ids, self.reason)
-        except GeneratorExit:
-            self.num_cut += 1
-            raise
-        finally:
-            self.num_open -= 1
-
-    async def close(self) -> None: ...
-
-
-def gateway_of(replicas: FakeReplicas, **options: Any) -> Gateway:
-    return Gateway(CHAT, replicas, **options)  # type: ignore[arg-type]
 
 
 def heard(replicas: FakeReplicas, call: ChatCall | TextCall, *, streams: bool) -> tuple[list[Event], list[Answer], Gateway]:
@@ -172,7 +103,7 @@ def test_an_episode_may_cap_every_answer(asked: int | None) -> None:
     assert len(answer.token_ids) == (3 if asked == 3 else 5) and answer.finish is Finish.LENGTH
 
 
-def test_choices_that_ended_are_recorded_though_another_failed() -> None:
+def test_whole_call_of_which_one_choice_failed_leaves_nothing() -> None:
     class LastFails(FakeReplicas):
         async def generate(self, request: GenerateRequest, *, deadline: float) -> GenerateReply:
             if len(self.requests) == 2:
@@ -187,8 +118,8 @@ def test_choices_that_ended_are_recorded_though_another_failed() -> None:
         answering = gateway.answer(TextCall(prompts=("a", "b", "c")), episode, deadline=time.monotonic() + 60)
         with pytest.raises(ApiError):
             await answering.whole()
-        assert [(c.prompt, c.message.text) for c in answering.recorded] == [(0, "hi"), (1, "hi")]
-        assert len(episode.windows()) == 2
+        assert answering.recorded == [] and answering.num_abandoned == 2 * (len(TOKENIZER.encode("hi")) + 1)
+        assert episode.windows() == () and episode.tally["abandoned"] == 3
 
     asyncio.run(main())
 

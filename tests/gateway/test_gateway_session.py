@@ -236,3 +236,21 @@ def test_branch_goes_on_from_the_same_tokens_and_trains_only_its_own() -> None:
         assert [s.start for s in other.sources] == [shared], "what was sampled elsewhere has its source there"
 
     with_replicas({"http://a": engine}, talk)
+
+
+def test_ids_of_calls_are_the_same_in_the_same_session_and_nowhere_else() -> None:
+    said = TOKENIZER.encode('<tool_call>{"name": "ls", "arguments": {}}</tool_call>')
+
+    def speak(request: GenerateRequest) -> GenerateReply:
+        ids = [*said, END]
+        return answer(ids, logprobs=[-1.0] * len(ids), versions=[0] * len(ids), finish=FinishReason.STOP)
+
+    async def talk(session: Session) -> list[str]:
+        replies = [await session.reply([user(text)], max_tokens=99, max_context=BIG, deadline=soon()) for text in ("a", "b")]
+        return [call.id for reply in replies for call in reply.message.calls]
+
+    def ids(**options: object) -> list[str]:
+        return with_session(FakeEngine(random.Random(0), speak), talk, **options)
+
+    assert ids() == ids() and len(set(ids())) == 2
+    assert not set(ids()) & {*ids(key="other"), *ids(seed=4)}

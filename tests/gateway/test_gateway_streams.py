@@ -401,7 +401,7 @@ def test_replica_that_contradicts_what_it_has_sent_ends_the_call() -> None:
     asyncio.run(work())
 
 
-def test_refusal_is_the_callers_before_the_first_token_and_ours_after_it() -> None:
+def test_refusal_is_the_callers_before_the_first_token_and_ours_after_a_break() -> None:
     async def work() -> None:
         fake = Scripted("a", 1)
         async with over(fake) as replicas:
@@ -411,6 +411,20 @@ def test_refusal_is_the_callers_before_the_first_token_and_ours_after_it() -> No
             with pytest.raises(NoAnswer, match="broke off and cannot be continued: the prompt has too many"):
                 _ = [item async for item in items]
             with pytest.raises(EngineRejected):
+                await heard(replicas, ASKED)
+
+    asyncio.run(work())
+
+
+def test_refusal_in_mid_answer_is_the_callers_where_nothing_broke() -> None:
+    class Refuses(FakeReplica):
+        async def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece | GenerateReply, None]:
+            yield Piece(token_ids=[50], logprobs=[-1.0], version=1)
+            raise EngineRejected("the constraint could not be followed after 1 tokens")
+
+    async def work() -> None:
+        async with over(Refuses("a")) as replicas:
+            with pytest.raises(EngineRejected, match="could not be followed"):
                 await heard(replicas, ASKED)
 
     asyncio.run(work())

@@ -123,7 +123,7 @@ def test_agent_run_works_on_a_copy_and_writes_the_diff(tmp_path: Path, monkeypat
     def scripted(*rest: Any) -> ScriptedReplicas:
         return ScriptedReplicas([f"I look. {edit}", remove, SUBMIT])
 
-    monkeypatch.setattr("rollmill.gateway.replicas.Replicas", scripted)
+    monkeypatch.setattr("rollmill.gateway.routing.replicas.Replicas", scripted)
     app = typer.Typer()
     app.add_typer(agent_app, name="agent")
     argv = ["agent", "run", str(DEMO), "change it", "--replica", "http://x", "--folder", str(folder), "--out", str(out)]

@@ -13,7 +13,7 @@ import pytest
 from rollmill.chat.format import ChatFormat
 from rollmill.config import ConfigError, RunConfig, dump_config, parse_config
 from rollmill.gateway import Gateway
-from rollmill.gateway.replicas import Replicas
+from rollmill.gateway.routing.replicas import Replicas
 from rollmill.harness import Limits
 from rollmill.model import Tokenizer
 from rollmill.rollout.cast import MakePlayer, players

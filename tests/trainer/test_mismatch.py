@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollmill.algorithms import DppoTv
 from rollmill.model.routes import RouteTally
 from rollmill.trainer import mismatch as module
-from rollmill.trainer.loss import LossConfig, dppo_tv
+from rollmill.trainer.losses import LossInputs, policy_loss
 from rollmill.trainer.mismatch import METRICS, SPLIT, TokenScores, corrections, mismatch, p99, route_flips, to_floats
 
 SOURCES = ("east", "west")
@@ -197,28 +198,30 @@ def test_corrections_count_what_the_loss_masked() -> None:
         logp[0], mu[1], logp[2] = float("nan"), -float("inf"), -30.0
         advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])
         sequence = torch.arange(40) // 10
-        part = dppo_tv(logp, mu, advantages, sequence, LossConfig(tv_delta=0.2, ratio_cap=2.0))
+        inputs = LossInputs(logprobs_N=logp, sampler_N=mu, advantages_S=advantages, sequence_N=sequence)
+        part = policy_loss(inputs, DppoTv(tv_delta=0.2, ratio_cap=2.0))
         parts.append(part)
         positives.append(advantages[sequence] > 0)
         rows += [
             (float(p), float(m), float(advantages[s]), bool(k), bool(t))
-            for p, m, s, k, t in zip(logp, mu, sequence, part.is_kept_N, part.is_tv_masked_N, strict=True)
+            for p, m, s, k, t in zip(logp, mu, sequence, part.is_kept_N, part.is_stopped_N, strict=True)
         ]
-    found = to_floats(corrections(parts, torch.cat(positives), 2.0))
+    found = to_floats(corrections(parts, torch.cat(positives)))
     finite = [r for r in rows if math.isfinite(r[0]) and math.isfinite(r[1])]
     assert found == pytest.approx(
         {
             "corr/kept_token_frac": sum(r[3] for r in rows) / 120,
-            "corr/tv_masked_frac": sum(r[4] for r in rows) / 120,
-            "corr/tv_masked_pos": sum(r[4] and r[2] > 0 for r in rows) / 120,
-            "corr/tv_masked_neg": sum(r[4] and r[2] <= 0 for r in rows) / 120,
-            "corr/w_clip_frac": sum(math.exp(r[0] - r[1]) > 2.0 for r in finite) / len(finite),
-            "corr/veto_frac": sum(bool(x) for p in parts for x in p.is_vetoed_S) / 12,
-            "corr/opsm_frac": sum(bool(x) for p in parts for x in p.is_opsm_S) / 12,
+            "corr/stopped_frac": sum(r[4] for r in rows) / 120,
+            "corr/stopped_pos": sum(r[4] and r[2] > 0 for r in rows) / 120,
+            "corr/stopped_neg": sum(r[4] and r[2] <= 0 for r in rows) / 120,
+            "corr/w_clip_frac": sum((r[3] or r[4]) and math.exp(r[0] - r[1]) > 2.0 for r in rows) / 120,
+            "corr/veto_frac": sum(bool(x) for p in parts for x in p.hits["veto"]) / 12,
+            "corr/opsm_frac": sum(bool(x) for p in parts for x in p.hits["opsm"]) / 12,
+            "kl/behav_k2": sum(min(abs(r[0] - r[1]), 20.0) ** 2 / 2 for r in finite) / len(finite),
             "corr/nonfinite_frac": 1 - len(finite) / 120,
         }
     )
-    assert found["corr/tv_masked_pos"] > 0 and found["corr/tv_masked_neg"] > 0 and found["corr/veto_frac"] > 0
+    assert found["corr/stopped_pos"] > 0 and found["corr/stopped_neg"] > 0 and found["corr/veto_frac"] > 0
 
 
 def test_route_numbers_are_shares_of_what_was_recorded() -> None:

@@ -1,34 +1,14 @@
-"""Advantages, batches and micro-batches: pure, complete, and lazy where a group teaches nothing."""
+"""Batches and micro-batches: pure, complete, and lazy where a group teaches nothing."""
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
+import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmill.records import StopReason, Trace, Window
-from rollmill.trainer.advantage import has_signal, leave_one_out
-from rollmill.trainer.batch import GradedEpisode, Lesson, make_batch, micro_batches
-
-reward = st.floats(-10, 10, allow_nan=False)
-
-
-@given(st.lists(reward, min_size=2, max_size=16))
-def test_advantage_is_reward_minus_mean_of_the_others(rewards: list[float]) -> None:
-    found = leave_one_out(np.array(rewards))
-    for i, r in enumerate(rewards):
-        others = rewards[:i] + rewards[i + 1 :]
-        assert found[i] == pytest.approx(r - sum(others) / len(others), abs=1e-9)
-    assert abs(found.sum()) < 1e-6
-
-
-def test_lone_episode_and_infinite_reward() -> None:
-    assert leave_one_out(np.array([3.0])).tolist() == [0.0] and not has_signal(np.array([3.0])) and not has_signal(np.array([]))
-    with pytest.raises(ValueError, match="rewards must be finite"):
-        leave_one_out(np.array([1.0, math.nan]))
+from rollmill.trainer.batch import METRICS, GradedEpisode, Lesson, dealt, make_batch, micro_batches
 
 
 def window(length: int, num_sampled: int = 1) -> Window:
@@ -74,3 +54,44 @@ def test_micro_batches_cover_every_lesson_once_within_the_bound(lengths: list[in
     for chunk in chunks:
         padded = len(chunk) * max(s.window.num_tokens for s in chunk)
         assert padded <= max_tokens or len(chunk) == 1
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 6))
+def test_hands_cover_every_lesson_once_and_none_is_empty(lengths: list[int], num: int) -> None:
+    lessons = [Lesson(window=window(n), advantage=float(i)) for i, n in enumerate(lengths)]
+    hands = dealt(lessons, num)
+    assert sorted(s.advantage for hand in hands for s in hand) == [float(i) for i in range(len(lengths))]
+    assert all(hands) and len(hands) == min(num, len(lessons))
+    sizes = [sum(s.window.num_tokens for s in hand) for hand in hands]
+    assert not sizes or max(sizes) - min(sizes) <= max(lengths)
+    if num == 1 and hands:
+        assert hands[0] == lessons
+
+
+def test_only_episodes_of_one_role_environment_and_root_are_compared() -> None:
+    loaded: list[str] = []
+    solver = [msgspec.structs.replace(attempt(f"s{i}", float(i), loaded), role="solver") for i in range(2)]
+    critic = [msgspec.structs.replace(attempt(f"c{i}", 5.0 + i, loaded), role="critic") for i in range(2)]
+    batch = make_batch([[*solver, *critic]])
+    assert [s.advantage for s in batch.lessons] == [-1.0, 1.0, -1.0, 1.0]
+    for field in ("role", "environment", "chain_root"):
+        alone = [msgspec.structs.replace(attempt(f"{i}", float(i), loaded), **{field: str(i)}) for i in range(3)]
+        batch = make_batch([alone])
+        assert batch.lessons == [] and batch.num_groups_without_signal == 1 and batch.stats["adv/zero_var_frac"] == 1.0
+
+
+def test_numbers_of_the_advantages_are_always_there_and_add_up() -> None:
+    loaded: list[str] = []
+
+    def group(*rewards: float) -> list[GradedEpisode]:
+        made = [attempt(f"{i}", r, loaded) for i, r in enumerate(rewards)]
+        return [msgspec.structs.replace(a, success=a.reward > 0, parts={"right": a.reward}) for a in made]
+
+    stats = make_batch([group(0, 0, 0, 0), group(1, 0, 0, 0), group(1, 1, 0, 0), group(1, 1, 1, 0), group(1, 1, 1, 1)]).stats
+    hist = {name: value for name, value in stats.items() if "hist" in name}
+    assert [round(5 * v, 9) for v in hist.values()] == [1, 1, 1, 1, 0, 1] and sum(hist.values()) == pytest.approx(1.0)
+    assert stats["adv/zero_var_frac"] == pytest.approx(0.4) and stats["adv/abs_max"] == 1.0 and stats["adv/per_key_std/right"] == 0.5
+    assert make_batch([]).stats == dict.fromkeys(METRICS, 0.0)
+    odd = [msgspec.structs.replace(a, parts={"note": float("nan")}) for a in group(1, 0)]
+    assert "adv/per_key_std/note" not in make_batch([odd]).stats

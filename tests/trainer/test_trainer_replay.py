@@ -10,6 +10,7 @@ import pytest
 import torch
 from trainer_worlds import config_of, fill, scored
 
+from rollmill.algorithms import DppoTv
 from rollmill.config import ConfigError, RunConfig
 from rollmill.fleet.validate import check_inputs
 from rollmill.ledger import Ledger
@@ -20,7 +21,6 @@ from rollmill.telemetry import Metrics, Waits, read_metrics
 from rollmill.trainer.batch import Lesson, StepBatch
 from rollmill.trainer.learn import Learner, _is_single
 from rollmill.trainer.loop import TrainerLoop
-from rollmill.trainer.loss import LossConfig
 from rollmill.trainer.optimizer import MasterAdamW
 
 CONFIG = ModelConfig(
@@ -59,7 +59,7 @@ def lessons(model: Model) -> list[Lesson]:
 def learn(mode: str, taught: list[Lesson], *, version: int = 0) -> tuple[dict[str, float], Model]:
     model = sharp()
     optimizer = MasterAdamW(model, lr=1e-3, warmup_steps=0, clip_norm=1.0, eps=1e-8)
-    learner = Learner(model, optimizer, LossConfig(), temperature=1.0, length_norm=8.0, tokens_per_microbatch=48, router_replay=mode)
+    learner = Learner(model, optimizer, DppoTv(), temperature=1.0, length_norm=8.0, tokens_per_microbatch=48, router_replay=mode)
     batch = StepBatch(lessons=taught, num_episodes=len(taught), rewards=[], num_groups=1, num_groups_without_signal=0, num_tokens=82)
     metrics, is_changed = learner.step(batch, version=version)
     assert is_changed

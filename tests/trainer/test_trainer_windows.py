@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from rollmill.algorithms import DppoTv
 from rollmill.records import StopReason, Trace, Window
 from rollmill.trainer.batch import GradedEpisode, make_batch
-from rollmill.trainer.loss import LossConfig, dppo_tv
+from rollmill.trainer.losses import LossInputs, policy_loss
 
 
 def attempt(name: str, reward: float, num_windows: int) -> GradedEpisode:
@@ -24,6 +25,9 @@ def test_windows_share_their_attempts_advantage_and_count_as_one_episode() -> No
 def test_tokens_weigh_the_same_however_they_are_cut_into_windows() -> None:
     logprobs = torch.linspace(-1.0, -0.1, 20, dtype=torch.float64)
     sampler = logprobs - 0.01
-    whole = dppo_tv(logprobs, sampler, torch.tensor([0.7], dtype=torch.float64), torch.zeros(20, dtype=torch.long), LossConfig())
-    cut = dppo_tv(logprobs, sampler, torch.full((10,), 0.7, dtype=torch.float64), torch.arange(20) // 2, LossConfig())
-    assert torch.equal(whole.total, cut.total)
+
+    def total(num_windows: int) -> torch.Tensor:
+        advantages, sequence = torch.full((num_windows,), 0.7, dtype=torch.float64), torch.arange(20) * num_windows // 20
+        return policy_loss(LossInputs(logprobs_N=logprobs, sampler_N=sampler, advantages_S=advantages, sequence_N=sequence), DppoTv()).total
+
+    assert torch.equal(total(1), total(10))

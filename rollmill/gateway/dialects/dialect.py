@@ -10,6 +10,7 @@ import msgspec
 
 from rollmill.engine.protocol import MAX_SEED
 from rollmill.gateway.call import Answer, ChatCall, Event, TextCall
+from rollmill.gateway.halves import without_halves
 from rollmill.web import ApiError
 
 S = TypeVar("S")
@@ -77,6 +78,10 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[S]) -> S:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        mended = without_halves(body)
+        if mended != body:
+            # What a model wrote comes back as it was written: the rest of it is text.
+            return decode_body(mended, decoder)
         raise ApiError(400, f"the body is not a valid request: {str(error) or 'nested too deeply'}") from error
 
 

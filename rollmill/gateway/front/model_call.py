@@ -16,6 +16,7 @@ import msgspec
 from rollmill.gateway.answering import Answering
 from rollmill.gateway.call import ChatCall, TextCall
 from rollmill.gateway.dialects.dialect import Dialect, Envelope, StreamWriter
+from rollmill.gateway.front.crowd import Crowd
 from rollmill.gateway.front.exchange import Exchange
 from rollmill.gateway.front.keys import Grant
 from rollmill.gateway.front.metrics import Metrics
@@ -26,6 +27,7 @@ from rollmill.gateway.sessions.episode import Episode
 from rollmill.web import STATUS_CLIENT_GONE, ApiError, ClientGone
 
 KEEP_ALIVE = b": keep-alive\n\n"
+STATUS_TOO_LARGE = 413
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +38,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """For the body to arrive."""
     max_running: int = 4096
     """Model calls at one time; further ones are told to come back."""
+    max_running_per_episode: int = 64
+    """Model calls of one episode at one time, and choices that they ask for; a call that is alone may ask for more."""
     call_s: float = 600.0
     """For one call, unless it asks for less or more with `x-request-timeout-s`."""
     max_call_s: float = 3600.0
@@ -50,12 +54,17 @@ class Host(Protocol):
 
     gateway: Gateway
     limits: Limits
+    crowd: Crowd
     metrics: Metrics
     replays: Replays
 
     def episode(self, name: str, grant: Grant) -> Episode | None: ...
 
     def deadline(self, x: Exchange) -> float: ...
+
+    def tell(self, episode: str, kind: str) -> None:
+        """Count in the episode's tally, where there is one."""
+        ...
 
 
 class ModelCall:
@@ -67,6 +76,8 @@ class ModelCall:
         self._answering: Answering | None = None
         self._replay: Scope | None = None
         self._is_recorded = False
+        self.num_choices = 0
+        """Those that the crowd has let in."""
         self._sent: list[bytes] = []
         """A stream's bytes, kept when they may be asked for again."""
 
@@ -77,15 +88,17 @@ class ModelCall:
     async def run(self) -> None:
         x, limits = self._x, self._app.limits
         try:
-            body = await x.read(max_bytes=limits.max_body_bytes, within_s=limits.body_s)
+            body = await self._read()
             if (kept := self._begin_replay(body)) is not None:
                 await self._repeat(kept)
                 return
             deadline = self._app.deadline(x)
             self._call = self._dialect.parse(body)
             episode = self._app.episode(self._name, self._grant)
-            queue = self._grant.name[:256]
-            self._answering = self._app.gateway.answer(self._call, episode, deadline=deadline, queue=queue)
+            num_choices = self._call.num_choices * (len(self._call.prompts) if isinstance(self._call, TextCall) else 1)
+            self._sample(num_choices)
+            is_hurried, queue = deadline < x.at + limits.call_s, self._grant.name[:256]
+            self._answering = self._app.gateway.answer(self._call, episode, deadline=deadline, is_hurried=is_hurried, queue=queue)
             await self._while_there(self._stream() if self._call.stream else self._whole(), deadline)
         except ApiError as error:
             self._record(error.status_code, str(error.detail))
@@ -99,6 +112,23 @@ class ModelCall:
         finally:
             if self._replay is not None:
                 self._app.replays.drop(self._replay)
+
+    def _sample(self, num_choices: int) -> None:
+        try:
+            self._app.crowd.sample(self._name, num_choices)
+        except ApiError:
+            self._app.tell(self._name, "flooded")
+            raise
+        self.num_choices = num_choices
+
+    async def _read(self) -> bytes:
+        limits = self._app.limits
+        try:
+            return await self._x.read(max_bytes=limits.max_body_bytes, within_s=limits.body_s)
+        except ApiError as error:
+            if error.status_code == STATUS_TOO_LARGE:
+                self._app.tell(self._name, "oversized")
+            raise
 
     async def _while_there(self, work: Coroutine[Any, Any, None], deadline: float) -> None:
         """Run it, but no longer than the client stays or than it may take to read."""

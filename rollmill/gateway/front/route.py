@@ -11,7 +11,7 @@ from rollmill.gateway.dialects.dialect import openai_error
 
 
 class Incoming(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, read whole; its key has been checked."""
+    """One request; its key has been checked."""
 
     method: str
     path: str
@@ -23,6 +23,7 @@ class Incoming(msgspec.Struct, frozen=True, kw_only=True):
     headers: Mapping[str, str] = {}
     """Names in lower case."""
     body: bytes = b""
+    """Whole; empty when `Route.check` sees it."""
     key_name: str = ""
     """Whose key it came with; empty where no keys are asked for."""
     is_admin: bool = False
@@ -50,6 +51,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     handler: Handler | Any
     needs_key: bool = True
     needs_admin: bool = False
+    check: Callable[[Incoming], None] | None = None
+    """Called before the body is read; ApiError for whoever may not send it. For routes with keys of their own."""
     error: Callable[..., bytes] = openai_error
     """Body of a refusal: `Dialect.error` of the dialect it belongs to."""
 

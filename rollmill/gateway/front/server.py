@@ -5,13 +5,16 @@ Every event leaves when it is there; a client that leaves frees its replica's ro
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from rollmill.gateway.dialects.dialect import Dialect, openai_error
+from rollmill.gateway.front.crowd import Crowd
 from rollmill.gateway.front.exchange import Exchange, Header
 from rollmill.gateway.front.keys import Grant, KeyRing
 from rollmill.gateway.front.metrics import Metrics
@@ -24,7 +27,7 @@ from rollmill.gateway.sessions.episode import Episode
 from rollmill.web import STATUS_CLIENT_GONE, ApiError, ClientGone
 
 log = logging.getLogger(__name__)
-RETRY_AFTER_S = 1
+STATUS_FLOODED = 429
 ErrorBody = Callable[[int, str, Mapping[str, object]], bytes]
 
 
@@ -46,7 +49,12 @@ class GatewayApp:
         self._dialects, self._opens_unknown = dict(dialects), opens_unknown
         self._routes: list[Route] = []
         self.replays = Replays()
-        self.num_running = 0
+        self.crowd = Crowd(max_running=limits.max_running, max_per_episode=limits.max_running_per_episode)
+
+    @property
+    def num_running(self) -> int:
+        """Model calls."""
+        return self.crowd.num_running
 
     def mount(self, routes: Sequence[Route]) -> None:
         """Serve these as well."""
@@ -93,44 +101,58 @@ class GatewayApp:
         grant = self.keys.grant(x.key, x.url_episode) if route.needs_key else Grant()
         if route.needs_admin and not grant.is_admin:
             raise ApiError(403, "this needs a key with may_admin")
-        body = await x.read(max_bytes=self.limits.max_body_bytes, within_s=self.limits.body_s)
         incoming = Incoming(
             method=x.method,
             path=x.path,
             episode=self._episode_name(x, grant),
             params=params,
             headers={name.decode("latin-1"): value.decode("latin-1") for name, value in x.headers.items()},
-            body=body,
             key_name=grant.name,
             is_admin=grant.is_admin,
         )
-        out: Outgoing = await route.handler(incoming)
+        if route.check is not None:
+            route.check(incoming)
+        body = await x.read(max_bytes=self.limits.max_body_bytes, within_s=self.limits.body_s)
+        out: Outgoing = await route.handler(msgspec.structs.replace(incoming, body=body))
         await x.reply(out.status, out.body, media_type=out.media_type.encode(), headers=_encoded(out.headers))
 
     async def _model_call(self, x: Exchange, dialect: Dialect) -> None:
         grant = self.keys.grant(x.key, x.url_episode)
         name = self._episode_name(x, grant)
-        if self.num_running >= self.limits.max_running:
-            self._blame(name)
-            text = f"{self.num_running} calls are running, which is the limit"
-            raise ApiError(503, text, headers={"retry-after": str(RETRY_AFTER_S)}, extra={"retryable": True})
-        if grant.holder is not None:
-            grant.holder.admit()
-        self.num_running += 1
-        self.metrics.in_flight.inc()
         call = ModelCall(self, x, dialect, grant, name)
-        try:
-            await call.run()
-        finally:
-            self.num_running -= 1
-            self.metrics.in_flight.dec()
+        with self._counted(name, call):
             if grant.holder is not None:
-                grant.holder.release(call.num_tokens)
+                grant.holder.admit()
+            try:
+                await call.run()
+            finally:
+                if grant.holder is not None:
+                    grant.holder.release(call.num_tokens)
 
-    def _blame(self, name: str) -> None:
-        """A refusal that is our fault: whoever owns the episode must know."""
-        if name and (episode := self.gateway.episodes.get(name)) is not None:
-            episode.tally["failed"] += 1
+    @contextlib.contextmanager
+    def _counted(self, name: str, call: ModelCall) -> Iterator[None]:
+        """One of the calls that run. Whoever owns the episode learns of refusals, and whether they are our fault."""
+        try:
+            self.crowd.enter(name)
+        except ApiError as error:
+            self.tell(name, "flooded" if error.status_code == STATUS_FLOODED else "failed")
+            raise
+        self.metrics.in_flight.inc()
+        try:
+            yield
+        except (ApiError, ClientGone):
+            raise
+        except Exception:
+            self.tell(name, "failed")
+            raise
+        finally:
+            self.crowd.leave(name, call.num_choices)
+            self.metrics.in_flight.dec()
+
+    def tell(self, episode: str, kind: str) -> None:
+        """Count in the episode's tally, where there is one."""
+        if episode and (found := self.gateway.episodes.get(episode)) is not None:
+            found.tally[kind] += 1
 
     @staticmethod
     def _episode_name(x: Exchange, grant: Grant) -> str:

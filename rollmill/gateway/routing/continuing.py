@@ -121,6 +121,11 @@ class Unfinished:
         return len(self._kept.token_ids) + self._num_of_part
 
     @property
+    def is_continued(self) -> bool:
+        """An earlier part broke after its first token."""
+        return bool(self._kept.token_ids)
+
+    @property
     def num_of_part(self) -> int:
         """Tokens since the last break."""
         return self._num_of_part

@@ -32,7 +32,7 @@ class NoAnswer(RuntimeError):
         """`reason`: the last problem. `is_version`: a version was asked for that nobody serves. `is_late`: the deadline has passed.
         `is_slow`: while a replica was at work."""
         super().__init__(f"no answer before the deadline; the last problem was: {reason}" if is_late else f"no answer: {reason}")
-        self.reason, self.is_version, self.is_slow = reason, is_version, is_slow
+        self.reason, self.is_version, self.is_late, self.is_slow = reason, is_version, is_late, is_slow
 
 
 class _Trip:
@@ -175,7 +175,7 @@ class Replicas:
                     except Late as error:
                         raise NoAnswer("the replica did not answer in time", is_slow=True) from error
                     except EngineRejected as error:
-                        if not work.num_tokens:
+                        if not work.is_continued:
                             raise
                         # The caller's request was accepted once: what is wrong is how it goes on.
                         raise NoAnswer(f"the answer broke off and cannot be continued: {error}", is_late=False) from error

@@ -9,6 +9,7 @@ import msgspec
 from blake3 import blake3
 
 from rollmill.chat.messages import ChatMessage, ChatRole, Tool
+from rollmill.gateway.halves import without_halves
 
 MAX_REMEMBERED = 16_384
 
@@ -56,7 +57,7 @@ def _said(message: ChatMessage) -> tuple[bytes, bytes]:
         message = msgspec.structs.replace(message, text=_plain(message.text))
     if not message.calls and not message.call_id:
         return _digest(message.key()), b""
-    calls = tuple(msgspec.structs.replace(c, id="") for c in message.calls)
+    calls = tuple(msgspec.structs.replace(c, id="", arguments=_readable(c.arguments)) for c in message.calls)
     words = msgspec.structs.replace(message, calls=calls, call_id="").key()
     return _digest(words), _digest(msgspec.msgpack.encode(([c.id for c in message.calls], message.call_id)))
 
@@ -66,6 +67,11 @@ def _plain(text: str) -> str:
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
     return text if text.isascii() else unicodedata.normalize("NFC", text)
+
+
+def _readable(arguments: str) -> str:
+    """Half a character that was sampled does not come back from every client."""
+    return without_halves(arguments.encode("utf-8", "surrogatepass")).decode("utf-8", "surrogatepass")
 
 
 def _digest(data: bytes) -> bytes:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from rollmill.chat.call_ids import MintedIds
 from rollmill.chat.messages import ChatMessage, Tool
 from rollmill.engine.client import EngineRejected
 from rollmill.engine.protocol import FinishReason, GenerateRequest
@@ -108,7 +109,12 @@ class Session:
         ids = answer.token_ids
         if answer.finish_reason in BROKEN or not ids:
             raise RunFailure(Boundary.MODEL, f"the replica ended the turn with {answer.finish_reason} after {len(ids)} tokens")
-        reader = chat.reader(has_tools=reads_calls, tools=tools if reads_calls else (), prompt_ids=placement.prompt_ids)
+        reader = chat.reader(
+            has_tools=reads_calls,
+            tools=tools if reads_calls else (),
+            prompt_ids=placement.prompt_ids,
+            mint=MintedIds(f"{episode.key}/{request.seed}"),
+        )
         reader.feed(ids, last=True)
         message = reader.message()
         sample = episode.add(placement, answer, message)

@@ -1,0 +1,1 @@
+"""The stages before reinforcement learning: mid-training, supervised fine-tuning and preference learning over token shards."""
