@@ -13,12 +13,14 @@ import typer
 from rollmill.bench.staleness_command import bench_staleness_command
 from rollmill.chat.commands import template_app
 from rollmill.fleet.commands import gateway_command, serve_command
+from rollmill.fleet.pipeline_commands import pipeline_command
 from rollmill.harness.commands import agent_app
 from rollmill.model.commands import import_model
 from rollmill.numerics.commands import numerics_app
 from rollmill.sandbox.commands import sandbox_app
 from rollmill.tinker.commands import tinker_command
 from rollmill.trackers.commands import track_command
+from rollmill.trainer.commands import dpo_command, midtrain_command, sft_command
 from rollmill.weights.commands import weights_app
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Train LLM agents by asynchronous RL.")
@@ -34,6 +36,8 @@ app.add_typer(numerics_app, name="numerics")
 app.add_typer(template_app, name="template")
 app.add_typer(agent_app, name="agent")
 model_app.command("import")(import_model)
+for name, verb in (("midtrain", midtrain_command), ("sft", sft_command), ("dpo", dpo_command), ("pipeline", pipeline_command)):
+    app.command(name)(verb)
 app.command("gateway")(gateway_command)
 app.command("serve")(serve_command)
 app.command("track")(track_command)
@@ -94,32 +98,7 @@ def _plain(row: dict) -> str:
     return row["text"] if "text" in row else "\n".join(json.dumps(m) for m in row["messages"])
 
 
-Lr = Annotated[float, typer.Option(help="peak learning rate")]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
-
-
-@app.command()
-def midtrain(
-    model: Path, data: Annotated[Path, typer.Option()], out: Annotated[Path, typer.Option()], lr: Lr = 2e-3, steps: int = 1000,
-    tokens_per_batch: int = 32768, seed: int = 0, device: Device = "cpu",
-) -> None:  # fmt: skip
-    """Continue pre-training a model on documents (JSONL with `text`)."""
-    from rollmill.trainer.supervised import SupervisedConfig, stage_midtrain
-
-    config = SupervisedConfig(lr=lr, num_steps=steps, tokens_per_batch=tokens_per_batch, seed=seed, device=device)
-    stage_midtrain(model, data, out, config, typer.echo)
-
-
-@app.command()
-def sft(
-    model: Path, data: Annotated[Path, typer.Option()], out: Annotated[Path, typer.Option()], lr: Lr = 2e-3, steps: int = 1000,
-    tokens_per_batch: int = 32768, seed: int = 0, device: Device = "cpu",
-) -> None:  # fmt: skip
-    """Fine-tune a model on conversations (JSONL with `messages`)."""
-    from rollmill.trainer.supervised import SupervisedConfig, stage_sft
-
-    config = SupervisedConfig(lr=lr, num_steps=steps, tokens_per_batch=tokens_per_batch, seed=seed, device=device)
-    stage_sft(model, data, out, config, typer.echo)
 
 
 RunFile = Annotated[Path, typer.Argument(help="the run file (TOML)")]
@@ -136,32 +115,21 @@ def train(
 ) -> None:
     """Train: supervise trainer, engines and rollouts on this machine until the last step."""
     from rollmill.config import dump_config, load_config
-    from rollmill.fleet.display import Display
-    from rollmill.fleet.local import RoleFailed, Supervisor
-    from rollmill.fleet.rundir import hold, prepare
-    from rollmill.fleet.summary import describe, summarise, write_summary
+    from rollmill.fleet.summary import describe, summarise
+    from rollmill.fleet.train import train_run
     from rollmill.fleet.validate import check_inputs
 
     config = load_config(run_file, tuple(set_ or ()))
-    check_inputs(config)
     if dry_run:
+        check_inputs(config)
         typer.echo(dump_config(config))
         typer.echo(f"# would start: trainer, {config.engine.num_replicas} x engine, rollout; everything is kept in {config.run.dir}")
         return
-    with hold(config.run.dir, "run"):
-        resolved = prepare(config, resume=resume)
-        with Display(config) as display:
-            supervisor = Supervisor(config, resolved, say=display.say, tick=display.tick)
-            try:
-                is_finished = supervisor.run()
-            except RoleFailed as failure:
-                raise ValueError(f"{failure}\n(whole logs: {config.run.dir}/logs; go on with --resume once it is mended)") from failure
-        path = write_summary(config.run.dir)
-    if not is_finished:
-        typer.echo(f"stopped; nothing is lost. Go on with:  {_me()} train {resolved} --resume")
+    if not train_run(config, resume=resume):
+        typer.echo(f"stopped; nothing is lost. Go on with:  {_me()} train {config.run.dir / 'run.toml'} --resume")
         raise typer.Exit(130)
     typer.echo("\n" + describe(summarise(config.run.dir), config.run.dir, _me()) + "\n")
-    typer.echo(str(path))
+    typer.echo(str(config.run.dir / "summary.json"))
 
 
 @app.command()

@@ -26,6 +26,8 @@ RUNNABLE = (
     "harness.md",
     "models.md",
     "sessions.md",
+    "stages.md",
+    "trackers.md",
     "tasks.md",
     "templates.md",
     "trainer.md",
