@@ -124,6 +124,7 @@ class Display:
             "reward": sum(self._trainer.rewards[-5:]) / max(1, len(self._trainer.rewards[-5:])),
             "staleness": t.get("staleness/mean", 0.0),
             "staleness_max": t.get("staleness/max", 0.0),
+            "staleness_bound": int(t.get("staleness/bound", self._config.max_staleness)),
             "wait_batch": t.get("timing_s/wait_batch", 0.0),
             "step_s": t.get("timing_s/step", 0.0),
             "running": int(r.get("rollout/num_running", 0)),
@@ -166,7 +167,7 @@ class Display:
         if f["before"]:
             grid.add_row("held-out before", f"{f['before'].num_success} of {f['before'].num_episodes} solved")
         grid.add_row("reward", f"{f['reward']:.2f}  {sparkline(self._trainer.rewards, 48)}")
-        grid.add_row("staleness", f"{f['staleness']:.1f} versions, at most {f['staleness_max']:.0f} (bound {self._config.max_staleness})")
+        grid.add_row("staleness", f"{f['staleness']:.1f} versions, at most {f['staleness_max']:.0f} (bound {f['staleness_bound']})")
         grid.add_row("trainer", f"waited {f['wait_batch']:.1f} s for the last batch, worked {f['step_s']:.1f} s on it")
         busy = f"{f['running']} of {f['limit']} slots busy, {100 * f['idle']:.0f} % idle at the gate"
         grid.add_row("rollouts", f"{busy}, {f['ready']} groups ready")

@@ -396,7 +396,7 @@ def test_answer_that_is_late_is_a_gateway_timeout(live: LiveGateway, stub: StubR
     finally:
         stub.release()
     assert caught.value.status_code == 504
-    assert live.episode("late").tally["failed"] == 1
+    assert live.episode("late").tally["impatient"] == 1
 
 
 def test_same_idempotency_key_is_sampled_once(live: LiveGateway, stub: StubReplica, script: Script) -> None:

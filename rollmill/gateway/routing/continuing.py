@@ -59,6 +59,13 @@ class Gathered:
 
     def add(self, piece: Piece) -> None:
         """A piece with a name begins a part; those behind it are of the same replica."""
+        is_plain = not piece.replica and not piece.forced and piece.stale_from is None
+        if is_plain and self.sources and self.spans[-1].version == piece.version:
+            # Nearly all of a stream, token by token: the last spans are drawn to its end when somebody asks.
+            self.token_ids += piece.token_ids
+            self.logprobs += piece.logprobs
+            self.tops += piece.tops
+            return
         spans = [VersionSpan(0, len(piece.token_ids), piece.version)]
         replica = piece.replica or (self.sources[-1].replica if self.sources else "")
         self._extend(piece, piece.logprobs, spans, replica)
@@ -67,6 +74,7 @@ class Gathered:
         self._extend(reply, reply.logprobs_T.tolist(), reply.spans, reply.replica)
 
     def _extend(self, new: Piece | GenerateReply, logprobs: list[float], spans: Sequence[VersionSpan], replica: str) -> None:
+        self._draw()
         at, end = len(self.token_ids), len(self.token_ids) + len(new.token_ids)
         if at == 0:
             self.num_reused = new.num_reused
@@ -87,7 +95,15 @@ class Gathered:
         elif end > at:
             self.sources.append(SourceSpan(at, end, replica))
 
+    def _draw(self) -> None:
+        """The last spans through the last token."""
+        if self.spans:
+            _add_span(self.spans, self.spans[-1].end, len(self.token_ids), self.spans[-1].version)
+        if self.sources:
+            self.sources[-1] = SourceSpan(self.sources[-1].start, len(self.token_ids), self.sources[-1].replica)
+
     def reply(self, reason: FinishReason, *, seed: int, timing: Timing, routes: bytes = b"") -> ContinuedReply:
+        self._draw()
         return ContinuedReply(
             token_ids=self.token_ids,
             logprobs=np.asarray(self.logprobs, "<f4").tobytes(),
