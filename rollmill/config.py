@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rollmill import algorithms
 
@@ -45,6 +45,22 @@ class TasksSection(Section):
     """Difficulty levels to draw from."""
     num_heldout: int = Field(128, ge=0)
     """Held-out tasks tried before and after training; 0 = none."""
+    curriculum: Literal["even", "target"] = "even"
+    """even: kinds and levels alike; target: those that the policy solves sometimes are drawn more often."""
+    curriculum_band: tuple[float, float] = (0.2, 0.8)
+    """target: the solve rates that are wanted."""
+    curriculum_passes: int = Field(1, ge=1)
+    """target: how often a task of a family that lists its tasks may be given."""
+
+    @model_validator(mode="after")
+    def _curriculum(self) -> TasksSection:
+        low, high = self.curriculum_band
+        if not 0 < low < high < 1:
+            raise ValueError(f"curriculum_band is [{low}, {high}]; give two solve rates with 0 < first < second < 1")
+        for name in ("curriculum_band", "curriculum_passes"):
+            if self.curriculum == "even" and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f'{name} means nothing with curriculum = "even"; leave it out or set curriculum = "target"')
+        return self
 
 
 class RolloutSection(Section):
@@ -137,8 +153,10 @@ class TrainerSection(Section):
     """AdamW's floor. Near the usual gradient of one weight it keeps weights that carry no signal from wandering."""
     clip_norm: float = Field(1.0, gt=0)
     """The gradient's global norm is cut here. Set it near the usual norm, so that one wild batch moves little."""
-    max_staleness: int = Field(4, ge=0)
-    """A group whose oldest token is more than this many weight versions old is dropped, never trained."""
+    max_staleness: int | Literal["auto"] = 4
+    """A group whose oldest token is more than this many weight versions old is dropped, never trained; auto: chosen by measurement."""
+    staleness_limit: int = Field(8, ge=1)
+    """auto: never above this; only what is older is dropped."""
     loss: str = "dppo_tv"
     """The policy loss, by name."""
     loss_options: dict[str, Any] = {}
@@ -175,6 +193,19 @@ class TrainerSection(Section):
     """Where the model in training lies: cpu, cuda or cuda:1."""
     batch_s: float = Field(600.0, gt=0)
     """The trainer gives up, naming who it waits for, when no batch is ready for this long."""
+
+    @field_validator("max_staleness", mode="before")
+    @classmethod
+    def _bound(cls, value: object) -> object:
+        if value != "auto" and (type(value) is not int or value < 0):
+            raise ValueError('give a number of weight versions, 0 or more, or "auto"')
+        return value
+
+    @model_validator(mode="after")
+    def _limit(self) -> TrainerSection:
+        if self.max_staleness != "auto" and self.staleness_limit != type(self).model_fields["staleness_limit"].default:
+            raise ValueError(f'staleness_limit means nothing with max_staleness = {self.max_staleness}; leave it out or set "auto"')
+        return self
 
     @model_validator(mode="after")
     def _algorithms(self) -> TrainerSection:
@@ -231,7 +262,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> RunConfig:
-        if self.run.mode == "async" and self.trainer.max_staleness < 1:
+        if self.run.mode == "async" and self.max_staleness < 1:
             raise ValueError("trainer.max_staleness is 0 but run.mode is 'async'; set run.mode = \"sync\" or trainer.max_staleness >= 1")
         if self.agent.time_s >= self.rollout.episode_s:
             raise ValueError(
@@ -251,8 +282,15 @@ class RunConfig(Section):
 
     @property
     def max_staleness(self) -> int:
-        """The bound in force: 0 in sync mode."""
-        return 0 if self.run.mode == "sync" else self.trainer.max_staleness
+        """The bound beyond which groups are dropped: 0 in sync mode, the limit when the bound is chosen by measurement."""
+        if self.run.mode == "sync":
+            return 0
+        return self.trainer.staleness_limit if self.trainer.max_staleness == "auto" else self.trainer.max_staleness
+
+    @property
+    def is_staleness_auto(self) -> bool:
+        """Whether the bound in force is chosen by measurement."""
+        return self.run.mode == "async" and self.trainer.max_staleness == "auto"
 
 
 class ConfigError(ValueError):
@@ -324,4 +362,5 @@ def _explain(error: Any) -> str:
         return f"{key!r} is missing; add it to the run file"
     if not key or (error["type"] == "value_error" and isinstance(error["input"], dict)):
         return (f"[{key}] " if key else "") + str(error["msg"]).removeprefix("Value error, ")
-    return f"{key} = {error['input']!r} is not usable: {error['msg'][0].lower()}{error['msg'][1:]}"
+    why = str(error["msg"]).removeprefix("Value error, ")
+    return f"{key} = {error['input']!r} is not usable: {why[0].lower()}{why[1:]}"

@@ -59,6 +59,11 @@ def test_unknown_key_names_the_nearest_known_one(run_file: Path, override: str, 
         ("engine.port=70000", "engine.port", "70000"),
         ("tasks.levels=3", "tasks.levels", "3"),
         ("trainer=7", "trainer", "7"),
+        ("trainer.max_staleness=-1", "trainer.max_staleness", "-1"),
+        ("trainer.max_staleness=2.5", "trainer.max_staleness", "2.5"),
+        ("trainer.max_staleness=automatic", "trainer.max_staleness", "'automatic'"),
+        ("trainer.staleness_limit=0", "trainer.staleness_limit", "0"),
+        ("tasks.curriculum=hard", "tasks.curriculum", "'hard'"),
     ],
 )
 def test_wrong_type_or_range_names_key_and_value(run_file: Path, override: str, key: str, value: str) -> None:
@@ -123,6 +128,24 @@ def test_async_needs_staleness_and_sync_has_none(run_file: Path) -> None:
     assert set_(run_file, "trainer.max_staleness=0", "run.mode=sync").max_staleness == 0
     assert set_(run_file, "trainer.max_staleness=4", "run.mode=sync").max_staleness == 0
     assert set_(run_file, "trainer.max_staleness=4").max_staleness == 4
+
+
+def test_measured_bound_has_the_limit_as_its_hard_maximum(run_file: Path) -> None:
+    auto = set_(run_file, "trainer.max_staleness=auto", "trainer.staleness_limit=6")
+    assert (auto.max_staleness, auto.is_staleness_auto) == (6, True)
+    sync = set_(run_file, "trainer.max_staleness=auto", "run.mode=sync")
+    assert (sync.max_staleness, sync.is_staleness_auto) == (0, False)
+    assert not set_(run_file).is_staleness_auto
+    with pytest.raises(ConfigError, match="staleness_limit means nothing with max_staleness = 4"):
+        set_(run_file, "trainer.staleness_limit=6")
+
+
+def test_curriculum_keys_without_a_curriculum_are_told(run_file: Path) -> None:
+    assert set_(run_file, "tasks.curriculum=target", "tasks.curriculum_band=[0.1, 0.6]").tasks.curriculum_band == (0.1, 0.6)
+    with pytest.raises(ConfigError, match="curriculum_passes means nothing"):
+        set_(run_file, "tasks.curriculum_passes=2")
+    with pytest.raises(ConfigError, match=r"curriculum_band is \[0.8, 0.2\]"):
+        set_(run_file, "tasks.curriculum=target", "tasks.curriculum_band=[0.8, 0.2]")
 
 
 @pytest.mark.parametrize("latency", ["[2.0, 1.0]", "[-1.0, 1.0]"])

@@ -3,7 +3,7 @@
 from rollmill.ledger.admission import Cut, Pacing, cut, is_stale, may_open, worst_case_age
 from rollmill.ledger.blobs import BlobStore, CorruptBlob
 from rollmill.ledger.ledger import Ledger
-from rollmill.ledger.rows import CheckpointRow, EpisodeRow, EvalSummary, EventRow, GroupRow, Outcome, Progress, VersionRow
+from rollmill.ledger.rows import CheckpointRow, EpisodeRow, EvalSummary, EventRow, GroupResult, GroupRow, Outcome, Progress, VersionRow
 from rollmill.ledger.transitions import IllegalTransition
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "EpisodeRow",
     "EvalSummary",
     "EventRow",
+    "GroupResult",
     "GroupRow",
     "IllegalTransition",
     "Ledger",

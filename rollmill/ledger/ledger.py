@@ -9,11 +9,12 @@ from rollmill.ledger import schema
 from rollmill.ledger.audit import audit
 from rollmill.ledger.reading import Reading
 from rollmill.ledger.rollout_side import RolloutSide
+from rollmill.ledger.staleness_row import StalenessSide
 from rollmill.ledger.trainer_side import TrainerSide
 from rollmill.records import BlobRef, Role
 
 
-class Ledger(RolloutSide, TrainerSide, Reading):
+class Ledger(RolloutSide, TrainerSide, StalenessSide, Reading):
     """The durable state of every episode, group and snapshot of one run.
 
     with Ledger.create_or_open(run_dir, Role.ROLLOUT) as ledger:

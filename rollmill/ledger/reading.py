@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from rollmill.ledger.rows import EpisodeRow, EvalSummary, EventRow, GroupRow, Outcome, Progress
+from rollmill.ledger.rows import EpisodeRow, EvalSummary, EventRow, GroupResult, GroupRow, Outcome, Progress
 from rollmill.ledger.store import Store
 from rollmill.records import Boundary, CancelReason, DropReason, EpisodeState, GroupState, Role, Task
 
@@ -29,6 +29,20 @@ class Reading(Store):
         if row is None:
             raise ValueError(f"no group {group_id!r} in {self.path}")
         return msgspec.msgpack.decode(row[0], type=Task)
+
+    def tasks_opened(self) -> list[Task]:
+        """The task of every group, in the order of opening. Reads them all: for a restart."""
+        return [msgspec.msgpack.decode(task, type=Task) for (task,) in self._all("SELECT task FROM groups ORDER BY seq")]
+
+    def group_results(self, first_seq: int) -> list[GroupResult]:
+        """How the groups from `first_seq` on ended that are ready, or were dropped before they were; later moves change nothing here."""
+        rows = self._all(
+            "SELECT g.seq, CASE WHEN g.ready_at IS NULL THEN 0 ELSE g.num_graded END, g.num_success, COALESCE((SELECT MIN(e.reward) ="
+            " MAX(e.reward) FROM episodes e WHERE e.seq = g.seq AND e.state = 'graded'), 0) FROM groups g WHERE g.seq >= ? AND"
+            " (g.ready_at IS NOT NULL OR g.state = 'dropped') ORDER BY g.seq",
+            (first_seq,),
+        )
+        return [GroupResult(seq=seq, num_graded=graded, num_success=success, is_flat=bool(flat)) for seq, graded, success, flat in rows]
 
     def open_groups(self) -> list[GroupRow]:
         return self._groups("WHERE state = 'open' ORDER BY seq")

@@ -46,6 +46,16 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     """What the trainer reported about it at the commit."""
 
 
+class GroupResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How a group ended. `num_graded` 0: it was dropped before it was ready, and says nothing."""
+
+    seq: int
+    num_graded: int = 0
+    num_success: int = 0
+    is_flat: bool = False
+    """All rewards are equal: it taught nothing."""
+
+
 class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt at one slot of a group."""
 

@@ -60,20 +60,18 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What counts as healthy, harmful and waiting. Starting values; k3 and ESS as in the alarms of docs/metrics.md."""
+    """What counts as healthy, harmful and waiting, for a loss that corrects; docs/staleness.md says where the values come from."""
 
     hard_max: int = 8
     """Never above; a group older than this is dropped."""
     first: int = 2
     """Where a run begins."""
     ess_good: float = 0.95
-    ess_bad: float = 0.9
+    """Above, more lag may be tried. Effective sample sizes: of the step, and of its oldest tokens by `ess_of_k3`."""
+    ess_bad: float = 0.85
+    """Below, old tokens teach badly."""
     ess_worst: float = 0.7
-    """Halve at once."""
-    k3_good: float = 5e-3
-    """Staleness' share of the mismatch, in nats: `k3_old` less `k3_fresh`."""
-    k3_bad: float = 1e-2
-    k3_worst: float = 5e-2
+    """Below, halve at once."""
     wasted_high: float = 0.05
     """Raise while each side waits at least so much for the other."""
     min_gain: float = 0.02
@@ -88,14 +86,17 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 1 <= self.first <= self.hard_max:
             raise ValueError(f"the first bound is {self.first}; choose one from 1 to the hard maximum, which is {self.hard_max}")
-        if not (self.ess_worst <= self.ess_bad < self.ess_good <= 1 and 0 < self.k3_good < self.k3_bad <= self.k3_worst):
-            raise ValueError(
-                "ess_worst <= ess_bad < ess_good <= 1 and 0 < k3_good < k3_bad <= k3_worst must hold: the gap prevents swinging"
-            )
+        if not 0 < self.ess_worst <= self.ess_bad < self.ess_good <= 1:
+            raise ValueError("0 < ess_worst <= ess_bad < ess_good <= 1 must hold: the gap prevents swinging")
         if min(self.patience, self.judge_after, self.retry_after) < 1:
             raise ValueError(
                 f"patience {self.patience}, judge_after {self.judge_after} and retry_after {self.retry_after} count steps, from 1"
             )
+
+    @classmethod
+    def up_to(cls, hard_max: int) -> Limits:
+        """The starting values below a hard maximum of one's own."""
+        return cls(hard_max=hard_max, first=min(2, hard_max))
 
 
 class Verdict(StrEnum):
@@ -143,15 +144,24 @@ def start(limits: Limits) -> ControllerState:
     return ControllerState(bound=limits.first)
 
 
+def ess_of_k3(k3: float) -> float:
+    """The effective sample size that a k3 in nats amounts to: for small d both are functions of d's variance v, 1 / (1 + v) and v / 2.
+
+    >>> round(ess_of_k3(0.021), 2)
+    0.96
+    """
+    return 1.0 / (1.0 + 2.0 * k3)
+
+
 def harm(reading: Reading, limits: Limits) -> int:
     """How badly old tokens teach: 0 well, 1 between, 2 badly, 3 so badly that waiting costs more than acting."""
     ess, stale_k3 = _number(reading.ess, 0.0), max(0.0, _number(reading.k3_old, math.inf) - _number(reading.k3_fresh, 0.0))
     if reading.k3_fresh > stale_k3:
         # The fresh tokens disagree more than age adds: numerics. The low ESS is theirs too, and a smaller lag would only cost time.
         ess = 1.0
-    by_ess = (ess < limits.ess_good) + (ess < limits.ess_bad) + (ess < limits.ess_worst)
-    by_k3 = (stale_k3 > limits.k3_good) + (stale_k3 > limits.k3_bad) + (stale_k3 > limits.k3_worst)
-    return max(by_ess, by_k3)
+    # The step's own ESS is a mean over fresh and old tokens; the oldest ones may be worse.
+    ess = min(ess, ess_of_k3(stale_k3))
+    return (ess < limits.ess_good) + (ess < limits.ess_bad) + (ess < limits.ess_worst)
 
 
 def update(state: ControllerState, reading: Reading, limits: Limits) -> ControllerState:

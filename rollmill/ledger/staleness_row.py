@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rollmill.ledger.staleness import ControllerState
+from rollmill.ledger.staleness import ControllerState, Limits, start
 from rollmill.ledger.store import Store
 from rollmill.ledger.transitions import IllegalTransition
 from rollmill.records import Role
@@ -63,6 +63,13 @@ class StalenessSide(Store):
         """One look-up by key; None before the first decision, and in runs with a fixed bound."""
         row = self._one("SELECT value FROM meta WHERE key = ?", (KEY,))
         return None if row is None else msgspec.json.decode(row[0], type=BoundRow)
+
+    def controller_state(self, limits: Limits) -> ControllerState:
+        """What the last decision left, cut to today's hard maximum, or the start: the same for whoever asks with the same limits."""
+        row = self.bound_in_force()
+        if row is None:
+            return start(limits)
+        return msgspec.structs.replace(row.state, bound=min(row.bound, limits.hard_max))
 
     def decide_bound(self, row: BoundRow, now: float) -> bool:
         """Put `row` in force; False, and nothing changes, for a step decided before: one trained again after a crash."""

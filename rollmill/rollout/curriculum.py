@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from rollmill.ledger.admission import Pacing
+from rollmill.ledger import GroupResult, Pacing
 
 MIN_WEIGHT = 1e-3
 PRIOR_GROUPS = 2.0
@@ -65,16 +65,6 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     arm: int
     row: int | None = None
     """Index within the arm's rows; None where a generator makes the task, which then is seeded with `seq`."""
-
-
-class GroupResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How a group ended. `num_graded` 0: it was dropped before it was ready, and says nothing."""
-
-    seq: int
-    num_graded: int = 0
-    num_success: int = 0
-    is_flat: bool = False
-    """All rewards are equal: it taught nothing."""
 
 
 class ArmRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,7 +147,8 @@ class Curriculum:
         weights = self.shares(seq)
         if not any(weights):
             raise ValueError(
-                f"all tasks were given {self._aim.max_passes} times after {seq} groups; take fewer steps, add tasks, or allow more passes"
+                f"all tasks were given {self._aim.max_passes} times after {seq} groups; take fewer steps, add tasks, or raise "
+                "`tasks.curriculum_passes`"
             )
         rng = random.Random(f"curriculum/{self._seed}/{seq}")
         arm = rng.choices(range(len(self.arms)), weights)[0]

@@ -8,9 +8,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
-from rollmill.ledger.admission import Pacing
+from rollmill.ledger import GroupResult, Pacing
 from rollmill.records import Task
-from rollmill.rollout.curriculum import Aim, Choice, Curriculum, GroupResult, arms_of, lag_of
+from rollmill.rollout.curriculum import Aim, Choice, Curriculum, arms_of, lag_of
 from rollmill.tasks.family import TaskFamily
 
 

@@ -21,8 +21,11 @@ from rollmill.config import RunConfig
 from rollmill.engine.protocol import Pressure
 from rollmill.gateway import Gateway
 from rollmill.ledger import EpisodeRow, IllegalTransition, Ledger, Pacing, Progress, may_open
+from rollmill.ledger.staleness import Limits
+from rollmill.ledger.staleness_row import IdleRow
 from rollmill.records import CancelReason, DropReason, EpisodeState, GroupState, RunFailure, Task, encode
 from rollmill.rollout.concurrency import Concurrency
+from rollmill.rollout.curriculum_source import CurriculumSource
 from rollmill.rollout.episode import EpisodeRunner, Finished
 from rollmill.rollout.played import Seat
 from rollmill.tasks import TaskSource
@@ -63,7 +66,7 @@ class Dispatcher:
         self,
         config: RunConfig,
         ledger: Ledger,
-        source: TaskSource,
+        source: TaskSource | CurriculumSource,
         runner: EpisodeRunner,
         gateway: Gateway,
         metrics: Metrics,
@@ -72,7 +75,9 @@ class Dispatcher:
     ) -> None:
         self._config, self._ledger, self._source, self._runner = config, ledger, source, runner
         self._gateway, self._metrics, self._waits, self._should_stop = gateway, metrics, waits, should_stop
-        self._pacing = Pacing.from_staleness(config.max_staleness, config.trainer.groups_per_batch, config.run.mode)
+        self._limits = Limits.up_to(config.max_staleness) if config.is_staleness_auto else None
+        self._pacing = self._pacing_of(config.max_staleness)
+        self._started_at = time.time()
         self._concurrency = Concurrency(most=config.rollout.max_running)
         self._disk = ThreadPoolExecutor(1, "ledger")
         self._queue: deque[EpisodeRow] = deque()
@@ -95,7 +100,7 @@ class Dispatcher:
         last = time.monotonic()
         try:
             while not self._should_stop():
-                progress = await self._call(self._ledger.progress)
+                progress = await self._look()
                 if progress.num_steps_committed >= self._config.run.steps and not self._running:
                     return
                 await self._sweep(progress)
@@ -114,7 +119,21 @@ class Dispatcher:
             self._report()
             self._disk.shutdown()
 
+    async def _look(self) -> Progress:
+        """The ledger's counts, and the bound in force where the trainer chooses it."""
+        if self._limits is None:
+            return await self._call(self._ledger.progress)
+        limits = self._limits
+        progress, bound = await self._call(lambda: (self._ledger.progress(), self._ledger.controller_state(limits).bound))
+        self._pacing = self._pacing_of(bound)
+        return progress
+
+    def _pacing_of(self, bound: int) -> Pacing:
+        return Pacing.from_staleness(bound, self._config.trainer.groups_per_batch, self._config.run.mode)
+
     async def _recover(self) -> None:
+        if isinstance(self._source, CurriculumSource):
+            self._source.restore(await self._call(self._ledger.tasks_opened), await self._call(self._ledger.group_results, 0))
         groups = await self._call(self._ledger.recover_rollout, time.time())
         for group in groups:
             episodes = await self._call(self._ledger.episodes_of, group.group_id)
@@ -131,7 +150,7 @@ class Dispatcher:
             if self._room_for_groups(progress) <= 0:
                 is_gated = True
                 break
-            task = self._source.task(progress.num_opened)
+            task = await self._next_task(progress.num_opened)
             group = await self._call(self._ledger.open_group, task, self._config.rollout.group_size, time.time())
             self._tasks[group.group_id] = task
             self._queue.extend(await self._call(self._ledger.episodes_of, group.group_id))
@@ -139,6 +158,11 @@ class Dispatcher:
         while self._queue and len(self._running) < self._concurrency.limit:
             await self._start(self._queue.popleft(), progress)
         return is_gated
+
+    async def _next_task(self, index: int) -> Task:
+        if not isinstance(self._source, CurriculumSource):
+            return self._source.task(index)
+        return self._source.task(index, await self._call(self._ledger.group_results, self._source.curriculum.num_folded))
 
     def _room_for_groups(self, progress: Progress) -> int:
         steps = progress.num_steps_cut
@@ -310,6 +334,9 @@ class Dispatcher:
             if time.monotonic() - reported >= REPORT_S:
                 reported = time.monotonic()
                 self._report(pressures)
+                if self._limits is not None:
+                    idle = IdleRow(started_at=self._started_at, idle_s=self._idle_s, clock_s=self._clock_s)
+                    await self._call(self._ledger.report_idle, idle)
             await asyncio.sleep(OBSERVE_S if self._config.run.mode == "async" else TICK_S)
 
     def _report(self, pressures: Sequence[Pressure] = ()) -> None:
@@ -338,7 +365,8 @@ class Dispatcher:
                 "rollout/num_tokens_untrained": self._runner.num_untrained,
                 "rollout/skew_answer_frac": self._runner.skew.answer_frac,
                 "rollout/skew_token_frac": self._runner.skew.token_frac,
-            },
+            }
+            | (self._source.curriculum.metrics() if isinstance(self._source, CurriculumSource) else {}),
             step=self._num_done,
         )
 

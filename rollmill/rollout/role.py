@@ -10,15 +10,17 @@ from rollmill.config import RunConfig
 from rollmill.gateway import Gateway
 from rollmill.gateway.routing.replicas import Replicas
 from rollmill.harness import Limits
-from rollmill.ledger import Ledger
+from rollmill.ledger import Ledger, Pacing
 from rollmill.model import Tokenizer
 from rollmill.rollout.cast import MakePlayer, players
+from rollmill.rollout.curriculum import Aim
+from rollmill.rollout.curriculum_source import CurriculumSource
 from rollmill.rollout.dispatcher import Dispatcher
 from rollmill.rollout.episode import EpisodeRunner
 from rollmill.rollout.evaluation import evaluate
 from rollmill.rollout.own import without_latency
 from rollmill.sandbox import open_backend
-from rollmill.tasks import TaskSource, open_family
+from rollmill.tasks import TaskFamily, TaskSource, open_family
 from rollmill.telemetry import Metrics, Waits
 
 START_S = 120.0
@@ -35,7 +37,7 @@ async def run_rollout(
     gateway = Gateway(chat, Replicas(replicas, waits), name=config.agent.model, wants_routes=wants_routes)
     limits = limits_of(config)
     kinds, levels, seed = config.tasks.kinds, config.tasks.levels, config.run.seed
-    train = TaskSource(family, split="train", seed=seed, kinds=kinds, levels=levels)
+    train = train_source(config, family)
     heldout = TaskSource(family, split="heldout", seed=seed, kinds=kinds, levels=levels)
 
     async def judge(make: MakePlayer, label: str, version: int) -> None:
@@ -75,6 +77,26 @@ async def run_rollout(
     finally:
         await gateway.close()
         await sandboxes.close()
+
+
+def train_source(config: RunConfig, family: TaskFamily) -> TaskSource | CurriculumSource:
+    """The tasks that this run trains on, in the order in which its groups are opened."""
+    kinds, levels, seed, num_groups = config.tasks.kinds, config.tasks.levels, config.run.seed, config.trainer.groups_per_batch
+    if config.tasks.curriculum == "even":
+        return TaskSource(family, split="train", seed=seed, kinds=kinds, levels=levels)
+    low, high = config.tasks.curriculum_band
+    return CurriculumSource(
+        family,
+        split="train",
+        seed=seed,
+        kinds=kinds,
+        levels=levels,
+        aim=Aim(low=low, high=high, max_passes=config.tasks.curriculum_passes),
+        # The widest that the run can have: the order of tasks must not depend on when the bound moved.
+        pacing=Pacing.from_staleness(config.max_staleness, num_groups, config.run.mode),
+        group_size=config.rollout.group_size,
+        num_groups=config.run.steps * num_groups,
+    )
 
 
 def limits_of(config: RunConfig) -> Limits:

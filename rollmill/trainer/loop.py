@@ -16,7 +16,7 @@ import torch
 
 from rollmill.algorithms import advantage_options, corrections_of, effort_options, loss_options
 from rollmill.config import RunConfig
-from rollmill.ledger import CheckpointRow, CorruptBlob, GroupRow, IllegalTransition, Ledger, Pacing, cut
+from rollmill.ledger import CheckpointRow, CorruptBlob, GroupRow, IllegalTransition, Ledger, cut
 from rollmill.model import Model, compute_dtype, load_model
 from rollmill.model.route_record import RouteRecord
 from rollmill.model.routes import route_shape
@@ -28,6 +28,7 @@ from rollmill.trainer.batch import GradedEpisode, StepBatch, held, make_batch, t
 from rollmill.trainer.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from rollmill.trainer.learn import Learner
 from rollmill.trainer.optimizer import MasterAdamW
+from rollmill.trainer.staleness import Bound
 from rollmill.weights import Published, Publisher, open_store
 
 log = logging.getLogger("rollmill.trainer")
@@ -69,7 +70,7 @@ class TrainerLoop:
         )
         self._alarms = AlarmBoard(is_exact=is_exact)
         self._route_shape = route_shape(model.config) if model.config.moe else None
-        self._pacing = Pacing.from_staleness(config.max_staleness, t.groups_per_batch, config.run.mode)
+        self._bound = Bound(config, ledger)
         # In sync mode a committed step is what tells rollouts that the barrier is open.
         self._checkpoint_every = 1 if config.run.mode == "sync" else t.checkpoint_every
         self._publisher = Publisher(
@@ -150,8 +151,9 @@ class TrainerLoop:
         return []
 
     def _try_cut(self) -> list[GroupRow]:
-        window = self._ledger.window(self._pacing.window)
-        found = cut(window, version=self.version, max_staleness=self._config.max_staleness, pacing=self._pacing)
+        pacing = self._bound.pacing
+        window = self._ledger.window(pacing.window)
+        found = cut(window, version=self.version, max_staleness=self._config.max_staleness, pacing=pacing)
         try:
             for row in found.stale:
                 if row.state == GroupState.READY:
@@ -188,7 +190,7 @@ class TrainerLoop:
         total_s = time.monotonic() - started
         staleness = [row.staleness for row in rows if row.staleness is not None]
         ages = [row.age for row in rows if row.age is not None]
-        self._metrics.write(
+        told = (
             metrics
             | batch.stats
             | {
@@ -198,6 +200,7 @@ class TrainerLoop:
                 "staleness/mean": float(np.mean(staleness)) if staleness else 0.0,
                 "staleness/max": float(max(staleness, default=0)),
                 "staleness/age_max": float(max(ages, default=0)),
+                "staleness/bound": float(self._bound.versions),
                 "timing_s/wait_batch": waited_s,
                 "timing_s/load": loaded_s,
                 "timing_s/learn": learnt_s,
@@ -210,9 +213,10 @@ class TrainerLoop:
                 "perf/num_episodes": batch.num_episodes,
                 "weights/trained_version": used_version,
                 "mm/num_alarms": self._alarms.num_on,
-            },
-            step=self.step,
+            }
         )
+        self._metrics.write(told, step=self.step)
+        self._bound.look(told, step=self.step)
         self.step += 1
 
     def _commit(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollmill.ledger.staleness import ControllerState, Limits, Reading, Verdict, harm, start, update
+from rollmill.ledger.staleness import ControllerState, Limits, Reading, Verdict, ess_of_k3, harm, start, update
 
 FAST = settings(max_examples=150, deadline=None, derandomize=True)
 fractions = st.floats(0, 1)
@@ -88,9 +88,16 @@ def test_bound_rises_only_while_each_side_waits_for_the_other() -> None:
 
 def test_bound_falls_to_one_while_old_tokens_teach_badly() -> None:
     limits = Limits(first=8)
-    assert bounds([reading(ess=0.85)] * 200, limits)[-1] == 1
-    assert bounds([reading(k3_old=0.02)] * 200, limits)[-1] == 1
+    assert bounds([reading(ess=0.8)] * 200, limits)[-1] == 1
+    assert bounds([reading(k3_old=0.1)] * 200, limits)[-1] == 1
     assert bounds([reading(ess=0.5)], limits) == [4]
+
+
+@pytest.mark.parametrize(("ess", "k3_old", "level"), [(0.99, 0.0063, 0), (0.96, 0.021, 0), (0.9, 0.064, 1), (0.8, 0.13, 2)])
+def test_lags_that_did_no_harm_to_the_corrected_loss_are_tolerated(ess: float, k3_old: float, level: int) -> None:
+    """Lags 1, 2, 4 and 8 of the table in docs/staleness.md: the first three learnt as fresh samples did."""
+    assert harm(reading(ess=ess, k3_old=k3_old), Limits()) == level
+    assert ess_of_k3(k3_old) == pytest.approx(ess, abs=0.02)
 
 
 def test_mismatch_of_fresh_tokens_is_not_blamed_on_age() -> None:
@@ -148,12 +155,12 @@ def test_closed_loop_settles_where_waiting_ends_or_quality_does(tolerance: float
 
 
 def test_harmful_bound_is_tried_again_ever_more_rarely() -> None:
-    limits, state = Limits(k3_good=3e-3, k3_bad=4e-3), start(Limits(k3_good=3e-3, k3_bad=4e-3))
+    limits, state = Limits(), start(Limits())
     tried_at = []
     for step in range(3000):
         # Quality gives way above 2 versions, and everybody waits: the worst case for swinging.
         one = reading(
-            k3_old=0.02 if state.bound > 2 else 0.0, trainer_wait_frac=0.5, rollout_idle_frac=0.5, tokens_per_s=1000.0 * state.bound
+            k3_old=0.1 if state.bound > 2 else 0.0, trainer_wait_frac=0.5, rollout_idle_frac=0.5, tokens_per_s=1000.0 * state.bound
         )
         state = update(state, one, limits)
         if state.verdict is Verdict.RAISED:
@@ -173,7 +180,7 @@ def test_reading_comes_from_the_metrics_of_a_step() -> None:
     assert Reading.from_metrics(metrics | {"mm/num_tokens": 0.0}, rollout_idle_frac=0.25) is None
 
 
-@pytest.mark.parametrize("bad", [{"first": 0}, {"first": 9}, {"ess_bad": 0.99}, {"k3_good": 0.0}, {"patience": 0}])
+@pytest.mark.parametrize("bad", [{"first": 0}, {"first": 9}, {"ess_bad": 0.99}, {"ess_worst": 0.0}, {"patience": 0}])
 def test_limits_that_contradict_each_other_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"must|choose|count"):
         Limits(**bad)  # type: ignore[arg-type]

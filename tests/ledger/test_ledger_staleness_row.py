@@ -9,13 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmill.ledger import GroupRow, IllegalTransition, Ledger, Pacing, cut, may_open, worst_case_age
-from rollmill.ledger.staleness import ControllerState, Verdict
-from rollmill.ledger.staleness_row import BoundRow, IdleRow, StalenessSide
+from rollmill.ledger.staleness import ControllerState, Limits, Verdict, start
+from rollmill.ledger.staleness_row import BoundRow, IdleRow
 from rollmill.records import GroupState, Role
-
-
-class BoundLedger(StalenessSide, Ledger):
-    """A ledger that also keeps the bound."""
 
 
 def row(step: int, bound: int, verdict: Verdict = Verdict.HOLD) -> BoundRow:
@@ -23,26 +19,26 @@ def row(step: int, bound: int, verdict: Verdict = Verdict.HOLD) -> BoundRow:
 
 
 def test_both_sides_see_the_same_bound_and_a_restart_keeps_it(tmp_path: Path) -> None:
-    with BoundLedger.create_or_open(tmp_path, Role.TRAINER) as trainer, BoundLedger.create_or_open(tmp_path, Role.ROLLOUT) as rollout:
+    with Ledger.create_or_open(tmp_path, Role.TRAINER) as trainer, Ledger.create_or_open(tmp_path, Role.ROLLOUT) as rollout:
         assert rollout.bound_in_force() is None
         seen = rollout.data_version()
         assert trainer.decide_bound(row(0, 3), 1.0)
         assert rollout.data_version() != seen
         assert rollout.bound_in_force() == trainer.bound_in_force() == row(0, 3)
-    with BoundLedger.create_or_open(tmp_path, Role.TRAINER) as again:
+    with Ledger.create_or_open(tmp_path, Role.TRAINER) as again:
         assert again.bound_in_force() == row(0, 3)
         assert again.audit() == []
 
 
 def test_only_the_trainer_decides(tmp_path: Path) -> None:
-    with BoundLedger.create_or_open(tmp_path, Role.ROLLOUT) as rollout, pytest.raises(IllegalTransition):
+    with Ledger.create_or_open(tmp_path, Role.ROLLOUT) as rollout, pytest.raises(IllegalTransition):
         rollout.decide_bound(row(0, 3), 1.0)
-    with BoundLedger.create_or_open(tmp_path, Role.TRAINER) as trainer, pytest.raises(IllegalTransition):
+    with Ledger.create_or_open(tmp_path, Role.TRAINER) as trainer, pytest.raises(IllegalTransition):
         trainer.decide_bound(row(0, 0), 1.0)
 
 
 def test_step_trained_again_after_a_crash_decides_nothing(tmp_path: Path) -> None:
-    with BoundLedger.create_or_open(tmp_path, Role.TRAINER) as trainer:
+    with Ledger.create_or_open(tmp_path, Role.TRAINER) as trainer:
         assert trainer.decide_bound(row(4, 3), 1.0)
         assert not trainer.decide_bound(row(4, 5), 2.0)
         assert not trainer.decide_bound(row(2, 5), 2.0)
@@ -50,8 +46,16 @@ def test_step_trained_again_after_a_crash_decides_nothing(tmp_path: Path) -> Non
         assert trainer.decide_bound(row(5, 4, Verdict.RAISED), 3.0)
 
 
+def test_lowered_hard_maximum_cuts_the_bound_of_an_earlier_life(tmp_path: Path) -> None:
+    with Ledger.create_or_open(tmp_path, Role.TRAINER) as trainer:
+        assert trainer.controller_state(Limits.up_to(1)) == start(Limits(hard_max=1, first=1))
+        trainer.decide_bound(row(0, 6), 1.0)
+        assert trainer.controller_state(Limits.up_to(8)) == row(0, 6).state
+        assert trainer.controller_state(Limits.up_to(4)).bound == 4
+
+
 def test_every_change_is_history_and_an_unchanged_bound_is_not(tmp_path: Path) -> None:
-    with BoundLedger.create_or_open(tmp_path, Role.TRAINER) as trainer:
+    with Ledger.create_or_open(tmp_path, Role.TRAINER) as trainer:
         for step, bound in enumerate((2, 2, 3, 3, 2)):
             trainer.decide_bound(row(step, bound, Verdict.HARMFUL if step == 4 else Verdict.HOLD), float(step))
         told = [(e.detail["step"], e.detail["before"], e.detail["bound"]) for e in trainer.history("staleness")]
@@ -60,7 +64,7 @@ def test_every_change_is_history_and_an_unchanged_bound_is_not(tmp_path: Path) -
 
 
 def test_trainer_learns_how_long_slots_stood_empty_since_its_last_look(tmp_path: Path) -> None:
-    with BoundLedger.create_or_open(tmp_path, Role.TRAINER) as trainer, BoundLedger.create_or_open(tmp_path, Role.ROLLOUT) as rollout:
+    with Ledger.create_or_open(tmp_path, Role.TRAINER) as trainer, Ledger.create_or_open(tmp_path, Role.ROLLOUT) as rollout:
         assert trainer.idle_reported() is None
         rollout.report_idle(first := IdleRow(started_at=1.0, idle_s=2.0, clock_s=10.0))
         assert trainer.idle_reported() == first

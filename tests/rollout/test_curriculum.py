@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollmill.ledger import GroupRow, Pacing, cut, may_open
+from rollmill.ledger import GroupResult, GroupRow, Pacing, cut, may_open
 from rollmill.records import GroupState
-from rollmill.rollout.curriculum import Aim, Arm, Choice, Curriculum, GroupResult, arms_of, lag_of, signal_chance
+from rollmill.rollout.curriculum import Aim, Arm, Choice, Curriculum, arms_of, lag_of, signal_chance
 
 FAST = settings(max_examples=60, deadline=None, derandomize=True)
 G = 8

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rollmill.ledger import Pacing
+from rollmill.ledger import GroupResult, Pacing
 from rollmill.records import Grade, Task
-from rollmill.rollout.curriculum import Aim, GroupResult
+from rollmill.rollout.curriculum import Aim
 from rollmill.rollout.curriculum_source import CurriculumSource
 from rollmill.tasks.family import Attempt, Family
 
@@ -60,7 +60,7 @@ def test_restart_from_the_opened_tasks_goes_on_with_the_same_ones(family: Family
 def test_single_epoch_gives_every_listed_task_once_and_then_says_so() -> None:
     src = source(Shelf())
     assert len({task.task_id for task in play(src, 12)}) == 12
-    with pytest.raises(ValueError, match="allow more passes"):
+    with pytest.raises(ValueError, match="curriculum_passes"):
         src.task(12, [])
 
 
