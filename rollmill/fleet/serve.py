@@ -17,9 +17,9 @@ from rollmill.fleet.role import PARENT_ENV, die_with_supervisor
 from rollmill.gateway.front.keys import KeyRing, ring_from
 from rollmill.gateway.front.run import GatewayServer, start_gateway
 from rollmill.gateway.gateway import Gateway
-from rollmill.gateway.routing.pins import Pins
 from rollmill.gateway.recording.record import SqliteRecorder
 from rollmill.gateway.recording.restore import kept_secret, restore
+from rollmill.gateway.routing.pins import Pins
 from rollmill.gateway.routing.replicas import Replicas
 from rollmill.model.tokenizer import Tokenizer
 from rollmill.telemetry import Waits
