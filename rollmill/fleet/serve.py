@@ -126,9 +126,11 @@ async def run_gateway(settings: GatewaySettings, replicas: list[str], say: Calla
 
 async def run_serve(settings: GatewaySettings, engine: EngineSettings, say: Callable[[str], None]) -> None:
     """The same with an engine in a process of its own; whichever ends takes the other with it."""
-    async with serving(settings, engine) as (server, process):
+    engines: list[str] = []
+    async with serving(settings, engine, engines.append) as (server, process):
         server.end_on_signals()
         say(greeting(server, settings.shown_name))
+        say(f"  its engine, for `--replica` of other commands: {engines[0]}")
         ended, done = asyncio.create_task(process.wait()), asyncio.create_task(server.wait())
         await asyncio.wait({ended, done}, return_when=asyncio.FIRST_COMPLETED)
         ended.cancel()
@@ -138,8 +140,10 @@ async def run_serve(settings: GatewaySettings, engine: EngineSettings, say: Call
 
 
 @contextlib.asynccontextmanager
-async def serving(settings: GatewaySettings, engine: EngineSettings) -> AsyncIterator[tuple[GatewayServer, asyncio.subprocess.Process]]:
-    """A gateway with an engine of its own, for as long as the block runs."""
+async def serving(
+    settings: GatewaySettings, engine: EngineSettings, on_engine: Callable[[str], None] = lambda url: None
+) -> AsyncIterator[tuple[GatewayServer, asyncio.subprocess.Process]]:
+    """A gateway with an engine of its own, for as long as the block runs; `on_engine` is told the engine's address."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rollmill.fleet.serve", msgspec.json.encode(engine).decode()),
         stdin=asyncio.subprocess.DEVNULL,
@@ -149,6 +153,7 @@ async def serving(settings: GatewaySettings, engine: EngineSettings) -> AsyncIte
     )
     try:
         url = await _engine_url(process)
+        on_engine(url)
         server = await open_gateway(settings, lambda: [url])
         try:
             yield server, process

@@ -189,7 +189,11 @@ class _Play:
         except ContextFull as full:
             if self._session.num_tokens == 0:
                 # The policy has not said a word yet: the task is too long, which no agent can help.
-                raise RunFailure(Boundary.TASK, f"{self._task.task_id} does not fit: {full}") from full
+                raise RunFailure(
+                    Boundary.TASK,
+                    f"{self._task.task_id} does not fit: {full}; raise engine.max_len, or show the model less: "
+                    "fewer tools, or `AgentSpec(show_tools=False)` from the family's `agent`",
+                ) from full
             return None
         finally:
             self._model_s += time.monotonic() - started

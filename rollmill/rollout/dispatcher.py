@@ -217,6 +217,12 @@ class Dispatcher:
             # A stale group's episodes are ended with their group, in one transaction.
             if reason != CancelReason.STALE:
                 is_failure = reason == CancelReason.DEADLINE
+                if is_failure:
+                    limit_s = self._config.rollout.episode_s
+                    self._last_failure = (
+                        f"still running after rollout.episode_s = {limit_s:g} s; agent.time_s ends and grades a program before"
+                    )
+                    log.warning("episode %s was cancelled: %s", row.episode_id, self._last_failure)
                 await self._end(row, lambda now: self._ledger.cancel_episode(row.episode_id, reason, now), is_failure=is_failure)
         elif isinstance(error, RunFailure):
             boundary, message = error.boundary, error.message

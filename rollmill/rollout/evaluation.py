@@ -6,12 +6,18 @@ import asyncio
 import time
 
 from rollmill.ledger import Ledger
-from rollmill.records import RunFailure
+from rollmill.records import Boundary, RunFailure
 from rollmill.rollout.episode import EpisodeRunner
 from rollmill.tasks import TaskSource
 
 MAX_TRIES = 4
 GRACE_S = 5.0
+LASTING = (Boundary.TASK, Boundary.HARNESS, Boundary.GRADER)
+"""What a restart of ours does not mend."""
+
+
+class EvaluationFails(ValueError):
+    """A held-out task cannot be tried at all: a person must change something."""
 
 
 async def evaluate(
@@ -43,9 +49,15 @@ async def evaluate(
                     async with asyncio.timeout(episode_s + GRACE_S):
                         result = await runner.run(task, key, session, seed=seed, deadline=time.monotonic() + episode_s)
                     break
-                except (RunFailure, TimeoutError):
-                    if attempt == MAX_TRIES - 1:
-                        raise
+                except (RunFailure, TimeoutError) as failure:
+                    if attempt < MAX_TRIES - 1:
+                        continue
+                    if isinstance(failure, RunFailure) and failure.boundary in LASTING:
+                        raise EvaluationFails(
+                            f"held-out task {task.task_id} failed {MAX_TRIES} times, at last at {failure.boundary}: {failure.message}. "
+                            "Nothing was scored. Mend the cause and go on with --resume"
+                        ) from failure
+                    raise
         grade = result.grade
         await asyncio.to_thread(ledger.add_eval, label, min_version, task.task_id, grade.success, grade.reward, None, time.time())
 

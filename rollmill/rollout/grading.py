@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -64,9 +65,12 @@ class Grader:
             raise
         except Exception as error:
             # A family is foreign code: whatever it raises is recorded as the grader's failure, never as a reward.
-            raise RunFailure(Boundary.GRADER, f"grading {task.task_id} raised {type(error).__name__}: {error}") from error
+            raise RunFailure(Boundary.GRADER, f"grading {task.task_id} raised {type(error).__name__}: {error}{_where(error)}") from error
         if not abs(grade.reward) <= MAX_REWARD:  # nor for NaN
-            raise RunFailure(Boundary.GRADER, f"grading {task.task_id} gave the reward {grade.reward}; at most {MAX_REWARD:g} either way")
+            raise RunFailure(
+                Boundary.GRADER,
+                f"grading {task.task_id} gave the reward {grade.reward}; it must be a number of at most {MAX_REWARD:g} either way",
+            )
         return grade
 
 
@@ -85,3 +89,9 @@ def _text(words: str) -> str:
 def last_answer(messages: Sequence[Mapping[str, Any]]) -> str:
     """The text of the last thing the agent said."""
     return next((str(m.get("content") or "") for m in reversed(messages) if m.get("role") == "assistant"), "")
+
+
+def _where(error: Exception) -> str:
+    """The line of the author's file that raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
