@@ -218,8 +218,8 @@ def test_box_is_closed_when_the_agent_loop_is_cancelled(monkeypatch: pytest.Monk
 class FlakyRunner:
     """Fails the first `num_bad` attempts at each task, then succeeds; a hang counts as an attempt."""
 
-    def __init__(self, num_bad: int, *, hangs: bool = False) -> None:
-        self._num_bad, self._hangs = num_bad, hangs
+    def __init__(self, num_bad: int, *, hangs: bool = False, boundary: Boundary = Boundary.MODEL) -> None:
+        self._num_bad, self._hangs, self._boundary = num_bad, hangs, boundary
         self.keys: list[str] = []
         self.num_running = 0
 
@@ -234,7 +234,7 @@ class FlakyRunner:
             if int(key.rpartition("/")[2]) < self._num_bad:
                 if self._hangs:
                     await asyncio.Event().wait()
-                raise RunFailure(Boundary.MODEL, "down")
+                raise RunFailure(self._boundary, "down")
             return finished(key, 1.0, 3)
         finally:
             self.num_running -= 1
@@ -285,3 +285,8 @@ def test_evaluation_that_cannot_succeed_ends_loudly_and_leaves_nothing_running(t
     with pytest.raises(RunFailure, match="down"):
         judge(tmp_path, runner)
     assert runner.num_running == 0
+
+
+def test_held_out_task_that_no_restart_mends_is_told_to_a_person(tmp_path: Path) -> None:
+    with pytest.raises(evaluation.EvaluationFails, match="at last at grader: down"):
+        judge(tmp_path, FlakyRunner(99, boundary=Boundary.GRADER))
