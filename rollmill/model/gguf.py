@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from jinja2 import TemplateError
 from safetensors.torch import save_file
 
 from rollmill.model.checkpoint import INDEX, SHARD_BYTES, WHOLE, check_model
@@ -98,9 +97,12 @@ def _write_tokenizer(source: Vocabulary | Path | None, made: Path) -> dict[str, 
         for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             if (source / file).is_file():
                 shutil.copyfile(source / file, made / file)
+    tokenizer = Tokenizer(made)
+    stop_ids = tuple(sorted(tokenizer.stop_ids))
     try:
-        stop_ids = tuple(sorted(Tokenizer(made).stop_ids))
-    except TemplateError as error:
+        # Compiled when first asked for; a broken one must not be found out in a run.
+        _ = tokenizer.chat_template
+    except ValueError as error:
         raise GGUFError(f"the chat template is not valid: {error}; give the original model's tokenizer with --tokenizer DIR") from error
     if isinstance(source, Vocabulary):
         return {"eos_token_id": source.stop_ids, "bos_token_id": source.bos_id, "pad_token_id": source.pad_id}
