@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from rollmill.chat.format import ChatFormat
+from rollmill.engine.client import EngineClient, EngineRejected, EngineUnavailable
 from rollmill.fleet.role import PARENT_ENV, die_with_supervisor
 from rollmill.gateway.front.keys import KeyRing, ring_from
 from rollmill.gateway.front.run import GatewayServer, start_gateway
@@ -115,6 +116,7 @@ def greeting(server: GatewayServer, name: str) -> str:
 
 async def run_gateway(settings: GatewaySettings, replicas: list[str], say: Callable[[str], None]) -> None:
     """Serve until a signal ends it."""
+    await check_engines(replicas)
     server = await open_gateway(settings, lambda: replicas)
     server.end_on_signals()
     say(greeting(server, settings.shown_name))
@@ -122,6 +124,18 @@ async def run_gateway(settings: GatewaySettings, replicas: list[str], say: Calla
         await server.wait()
     finally:
         await server.close()
+
+
+async def check_engines(urls: list[str]) -> None:
+    """ValueError for an address where something answers that is no engine. One that is not up yet may still come."""
+    for url in urls:
+        async with EngineClient(url) as engine:
+            try:
+                await engine.pressure()
+            except EngineRejected as error:
+                raise ValueError(f"--replica {url} is no engine ({error}); `rollmill serve` tells the address of its engine") from error
+            except EngineUnavailable:
+                continue
 
 
 async def run_serve(settings: GatewaySettings, engine: EngineSettings, say: Callable[[str], None]) -> None:
@@ -136,6 +150,7 @@ async def run_serve(settings: GatewaySettings, engine: EngineSettings, say: Call
         ended.cancel()
         done.cancel()
         if process.returncode is not None:
+            server.gateway.stop_running("the engine behind this gateway has ended")
             raise ValueError(f"the engine ended with status {process.returncode}; its last words are above")
 
 

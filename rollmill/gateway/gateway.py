@@ -38,6 +38,7 @@ from rollmill.web import ApiError
 
 # Encoding a text of this many characters takes about a millisecond; longer ones leave the event loop.
 INLINE_CHARS = 10_000
+SHUTTING_DOWN = "the gateway is shutting down"
 # Rendering takes a hundredth of that.
 RENDER_CHARS = 500_000
 # A template runs on whatever shapes the client sent; what it trips over is the client's to mend.
@@ -76,7 +77,7 @@ class Gateway:
         """How far the text of their answers is from their tokens."""
         self._counting: set[asyncio.Task[None]] = set()
         self._stop_ids = sorted(chat.tokenizer.stop_ids)
-        self._running: dict[str, set[Answering]] = {}
+        self._running: dict[str | None, set[Answering]] = {}
 
     def open_session(self, key: str, *, seed: int, temperature: float, min_version: int | None = None) -> Session:
         """A conversation of the default harness."""
@@ -133,17 +134,22 @@ class Gateway:
         self.ended_skew += skew
 
     def watch(self, answering: Answering) -> None:
-        if answering.episode is not None:
-            self._running.setdefault(answering.episode.key, set()).add(answering)
+        key = answering.episode.key if answering.episode is not None else None
+        self._running.setdefault(key, set()).add(answering)
 
     def unwatch(self, answering: Answering) -> None:
-        if answering.episode is None:
-            return
-        running = self._running.get(answering.episode.key)
+        key = answering.episode.key if answering.episode is not None else None
+        running = self._running.get(key)
         if running is not None:
             running.discard(answering)
             if not running:
-                del self._running[answering.episode.key]
+                del self._running[key]
+
+    def stop_running(self, why: str) -> None:
+        """End every call that runs: its client is told `why`, a stream by its last event, as long as there is a server to tell it."""
+        for running in list(self._running.values()):
+            for answering in list(running):
+                answering.end(ApiError(503, why, extra={"retryable": True}))
 
     def num_sampling(self, episode: Episode) -> int:
         return sum(answering.num_open for answering in self._running.get(episode.key, ()))
@@ -259,9 +265,7 @@ class Gateway:
 
     async def close(self) -> None:
         """Stop what runs. Episodes stay open in the record, so that a gateway that starts again goes on with them."""
-        for running in list(self._running.values()):
-            for answering in list(running):
-                answering.end(ApiError(503, "the gateway is shutting down", extra={"retryable": True}))
+        self.stop_running(SHUTTING_DOWN)
         await asyncio.gather(*self._counting)
         await self.replicas.close()
         if self.recorder is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -16,6 +17,7 @@ import pytest
 from live_gateway import LiveGateway, wait_until
 from stub_replica import StubReplica
 
+from rollmill.fleet.serve import check_engines
 from rollmill.gateway.front.keys import KeyRing, KeySpec, digest_of
 from rollmill.gateway.front.model_call import Limits
 from rollmill.gateway.front.route import Incoming, Outgoing, Route, json_out
@@ -239,6 +241,29 @@ def test_running_streams_end_before_the_server_does(stub: StubReplica) -> None:
         wait_until(lambda: not live.server._server.servers or not live.server._server.servers[0].is_serving())
         stub.release()
         assert "".join(c.choices[0].delta.content or "" for c in stream if c.choices) == "Hello, world."
+
+
+@pytest.mark.parametrize("episode", ["", "e/told/"])
+def test_stream_that_outlives_the_server_is_told_why(stub: StubReplica, episode: str) -> None:
+    stub.hold_after = 3
+    body = {"model": "policy", "messages": HELLO, "stream": True}
+    live = LiveGateway(lambda: [stub.url], graceful_s=1.0)
+    with live:
+        url = f"{live.server.origin}/{episode}v1/chat/completions"
+        with httpx.stream("POST", url, json=body, timeout=30.0) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            live.do(live.server.close())
+            last = [line for line in lines if line][-1]
+    assert "the gateway is shutting down" in last and '"code":503' in last
+    stub.release()
+
+
+def test_gateway_before_a_gateway_is_refused_at_the_start(stub: StubReplica) -> None:
+    with LiveGateway(lambda: [stub.url]) as live:
+        with pytest.raises(ValueError, match=f"--replica {live.server.origin} is no engine"):
+            asyncio.run(check_engines([stub.url, live.server.origin]))
+        asyncio.run(check_engines([stub.url, "http://127.0.0.1:9"]))
 
 
 def test_restarted_gateway_goes_on_with_its_episodes(stub: StubReplica, tmp_path: Path) -> None:

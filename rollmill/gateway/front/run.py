@@ -24,12 +24,14 @@ from rollmill.gateway.front.model_call import Limits
 from rollmill.gateway.front.route import Incoming, Outgoing, Route
 from rollmill.gateway.front.server import GatewayApp
 from rollmill.gateway.front.service import Service, base_urls
-from rollmill.gateway.gateway import Gateway
+from rollmill.gateway.gateway import SHUTTING_DOWN, Gateway
 from rollmill.gateway.sessions.episode import Episode
 from rollmill.web import bind
 
 SWEEP_S = 30.0
 GRACEFUL_S = 10.0
+LAST_WORDS = 0.8
+"""Share of the graceful time after which calls that still run are ended with an error of their own."""
 START_S = 30.0
 GC_THRESHOLD = 20_000
 
@@ -37,8 +39,8 @@ GC_THRESHOLD = 20_000
 class GatewayServer:
     """A gateway that is reached over HTTP. Made by `start_gateway`; `await close()` ends it."""
 
-    def __init__(self, app: GatewayApp, server: EdgeServer, origin: str, service: Service) -> None:
-        self.app, self._server, self.origin, self._service = app, server, origin, service
+    def __init__(self, app: GatewayApp, server: EdgeServer, origin: str, service: Service, graceful_s: float) -> None:
+        self.app, self._server, self.origin, self._service, self._graceful_s = app, server, origin, service, graceful_s
         self._serving: asyncio.Task[None] | None = None
         self._sweeping: asyncio.Task[None] | None = None
 
@@ -73,7 +75,7 @@ class GatewayServer:
 
         def end() -> None:
             self._server.force_exit = self._server.should_exit
-            self._server.should_exit = True
+            self._finish()
 
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, end)
@@ -85,12 +87,18 @@ class GatewayServer:
 
     async def close(self) -> None:
         """Accept nothing more, let what runs finish for a while, then end it."""
-        self._server.should_exit = True
+        self._finish()
         if self._serving is not None:
             await self._serving
         if self._sweeping is not None:
             self._sweeping.cancel()
         await self.gateway.close()
+
+    def _finish(self) -> None:
+        if not self._server.should_exit:
+            self._server.should_exit = True
+            # Before the server cuts the connections: a stream's client is told why.
+            asyncio.get_running_loop().call_later(LAST_WORDS * self._graceful_s, self.gateway.stop_running, SHUTTING_DOWN)
 
     async def _sweep(self) -> None:
         while True:
@@ -130,7 +138,7 @@ async def start_gateway(
     sock = bind(host, port)
     shown = f"[{host}]" if ":" in host else host
     server = EdgeServer(app, graceful_s=graceful_s)
-    started = GatewayServer(app, server, f"http://{shown}:{sock.getsockname()[1]}", service)
+    started = GatewayServer(app, server, f"http://{shown}:{sock.getsockname()[1]}", service, graceful_s)
     await started.start(sock)
     return started
 
