@@ -24,7 +24,13 @@ STATUS_CLIENT_GONE = 499
 GRACEFUL_S = 5
 KEEP_ALIVE_S = 75
 EVENTS = "text/event-stream; charset=utf-8"
-_KINDS = {409: "version_unmet"}
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "version_unmet",
+    429: "rate_limit_error",
+}
 
 
 class ApiError(HTTPException):
@@ -72,9 +78,10 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
 
 
 def error_body(status: int, message: str, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The OpenAI error shape; `retryable` and `version` stand beside it where they apply."""
-    kind = _KINDS.get(status, "invalid_request_error" if 400 <= status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}, **(extra or {})}
+    """The OpenAI error shape; of `extra`, `param` and `code` go into it, `retryable` and `version` stand beside it."""
+    kind, more = _KINDS.get(status, "invalid_request_error" if 400 <= status < 500 else "server_error"), dict(extra or {})
+    error = {"message": message, "type": kind, "param": more.pop("param", None), "code": more.pop("code", status)}
+    return {"error": error, **more}
 
 
 def error_response(error: HTTPException) -> Response:

@@ -90,7 +90,7 @@ def test_errors_keep_their_status_headers_and_extra_fields() -> None:
     body = json.loads(response.body)
     assert (response.status_code, response.headers["retry-after"], body["version"]) == (409, "1", 3)
     assert body["error"] == {"message": "older", "type": "version_unmet", "param": None, "code": 409}
-    assert json.loads(error_response(HTTPException(404)).body)["error"]["type"] == "invalid_request_error"
+    assert json.loads(error_response(HTTPException(405)).body)["error"]["type"] == "invalid_request_error"
     assert error_body(503, "x")["error"]["type"] == "server_error"
 
 

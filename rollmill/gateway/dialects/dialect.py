@@ -11,7 +11,7 @@ import msgspec
 from rollmill.engine.protocol import MAX_SEED
 from rollmill.gateway.call import Answer, ChatCall, Event, TextCall
 from rollmill.gateway.halves import without_halves
-from rollmill.web import ApiError
+from rollmill.web import ApiError, error_body
 
 S = TypeVar("S")
 MAX_CHOICES = 128
@@ -113,18 +113,6 @@ def checked_stops(name: str, stops: str | Sequence[str] | None) -> tuple[str, ..
     return found
 
 
-_OPENAI_KINDS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    409: "version_unmet",
-    429: "rate_limit_error",
-}
-
-
 def openai_error(status: int, message: str, extra: Mapping[str, Any] = {}) -> bytes:
     """The error shape of all OpenAI endpoints; `extra` (`retryable`, `version`, `param`, `code`) finds its place."""
-    kind = _OPENAI_KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    rest = {k: v for k, v in extra.items() if k not in ("param", "code")}
-    error = {"message": message, "type": kind, "param": extra.get("param"), "code": extra.get("code", status)}
-    return msgspec.json.encode({"error": error, **rest})
+    return msgspec.json.encode(error_body(status, message, extra))
